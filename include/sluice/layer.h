@@ -1,0 +1,96 @@
+// The MoE layer: create once, forward many. Creation checks everything, books every byte of workspace and
+// resolves every stage to a function; the forward calls only run.
+//
+// A Layer is immutable after create and may be used from several threads at once, each with its own workspace.
+#pragma once
+
+#include <map>
+
+#include "sluice/transport.h"
+#include "sluice/weights.h"
+
+namespace sluice {
+
+struct LayerOptions {
+  Precision precision = Precision::kF32;
+  std::int64_t max_tokens = 0;  // T of the largest forward; workspace is sized for it
+  // forward_masked: rows per expert of the padded layout it will be given; 0: not used.
+  std::int64_t max_rows_per_expert = 0;
+  // forward_grouped and forward_masked: rows in all. 0: max_tokens * S.
+  std::int64_t max_rows = 0;
+  bool routed_only = false;  // leave the shared expert out
+  bool checked = false;      // invalid expert ids are errors instead of counted
+  Machine machine = Machine::detect_cpu();
+  // Per stage: "gate.logits", "gate.select", "route", "pack", "grouped_gemm", "swiglu_quant", "combine"; "*" for all.
+  std::map<std::string, Selection> selection;
+  std::shared_ptr<Transport> transport = local_transport();
+};
+
+// One line of the workspace: what it is for, and its size with the formula spelled out in letters.
+struct WorkspaceItem {
+  std::string name;     // "h[R,2I] bf16"
+  std::int64_t offset_bytes = 0;
+  std::int64_t bytes = 0;
+};
+
+// One stage of the layer as it was resolved.
+struct StageReport {
+  std::string stage;          // "up: grouped_gemm"
+  std::string impl;           // chosen
+  std::string configuration;  // what the implementation says of itself
+  std::string tensors;        // dtypes and shapes at max_tokens
+  std::int64_t scratch_bytes = 0;
+  std::vector<Declined> declined;
+};
+
+class Layer {
+ public:
+  static Result<Layer> create(const MoeConfig& config, LayerWeights weights, const LayerOptions& options);
+
+  Layer(Layer&&) noexcept;
+  Layer& operator=(Layer&&) noexcept;
+  ~Layer();
+
+  const MoeConfig& config() const;
+  const LayerOptions& options() const;
+  std::int64_t workspace_bytes() const;  // what Ctx::workspace must hold, for any entry point up to the planned sizes
+  const std::vector<WorkspaceItem>& workspace_items() const;
+  const std::vector<StageReport>& stages() const;
+
+  // Everything a forward may give back besides `out`; absent views are kept in the workspace.
+  struct Routing {
+    ExpertIds topk_idx;      // [T,S] i32, out
+    TensorView topk_weight;  // [T,S] f32, out
+    TensorView counters;     // [kCounters] i64, added to
+  };
+
+  // 1. Gate included. x [T,H] bf16 or f32 -> out [T,H] bf16 or f32. T <= max_tokens; T = 0 succeeds.
+  Status forward(const TensorView& x, const TensorView& out, const Routing& routing, const Ctx& ctx) const;
+  Status forward(const TensorView& x, const TensorView& out, const Ctx& ctx) const { return forward(x, out, {}, ctx); }
+
+  // 2. Routing decided elsewhere; ids are global, -1 is skipped. x may be e4m3 with x_scale [Hb,T] (either stride
+  //    order) where the layer's precision is w8a8 and it has no shared expert.
+  struct RoutedInput {
+    TensorView x;
+    TensorView x_scale;
+    ExpertIds topk_idx;
+    TensorView topk_weight;
+    TensorView counters;
+  };
+  Status forward_routed(const RoutedInput& input, const TensorView& out, const Ctx& ctx) const;
+
+  // 3. Rows already grouped by local expert -> one output row each, [R,H]; no weights, no combine, no shared expert.
+  //    rows in the packed dtype of the precision (e4m3 with scale [Hb,R] for w8a8), or bf16/f32, quantised on entry.
+  Status forward_grouped(const Rows& rows, const ExpertOffsets& expert_offset, const TensorView& out, const Ctx& ctx) const;
+
+  // 4. The padded layout: rows [L,Mmax,H] (seen as [L*Mmax,H]; scale [Hb,L*Mmax]) with counts num_rows [L] i32.
+  //    Rows past a count are neither read nor written.
+  Status forward_masked(const Rows& rows, const TensorView& num_rows, const TensorView& out, const Ctx& ctx) const;
+
+ private:
+  struct State;
+  explicit Layer(std::unique_ptr<State> state);
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace sluice

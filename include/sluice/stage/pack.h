@@ -1,0 +1,39 @@
+// Stage 3: rows of x in expert order, in the dtype the up GEMM reads.
+//
+//   v = x[row_token[r], :]                       (* weight[row_slot[r]] in fp32, when `weight` is present: Llama 4)
+//   rows bf16 / f32: rows[r,:] = v, rounded once
+//   rows e4m3:       rows_scale[b,r] = max(amax, 1e-10) / 448,  amax over the finite |v| of columns [128b, 128b+128)
+//                    rows[r,h] = e4m3(v[h] / rows_scale[b,r])    fp32 division, round to nearest even, saturating;
+//                    +-Inf becomes +-448, NaN stays NaN (0x7F, sign kept) and alone
+// A token is quantised once, then replicated. x may also be e4m3 with x_scale already (rows must be e4m3, no
+// `weight`): then bytes and scales are only moved. The last block may be shorter than 128 columns; columns
+// past H never enter amax. Rows past num_rows are not written.
+#pragma once
+
+#include "sluice/plan.h"
+
+namespace sluice::pack {
+
+inline constexpr TensorSpec kX{"x", {DType::kBF16, DType::kF32, DType::kE4M3}, {Axis::kT, Axis::kH}};
+inline constexpr TensorSpec kXScale = TensorSpec{"x_scale", DType::kF32, {Axis::kHb, Axis::kT}}.opt().strided();
+inline constexpr TensorSpec kRowToken{"row_token", DType::kI32, {Axis::kR}};
+inline constexpr TensorSpec kRowSlot{"row_slot", DType::kI32, {Axis::kR}};
+inline constexpr TensorSpec kNumRows{"num_rows", DType::kI32, {Axis::kOne}};
+inline constexpr TensorSpec kWeight = TensorSpec{"weight", DType::kF32, {Axis::kT, Axis::kS}}.opt();
+inline constexpr TensorSpec kRows{"rows", {DType::kBF16, DType::kF32, DType::kE4M3}, {Axis::kR, Axis::kH}};
+inline constexpr TensorSpec kRowsScale = TensorSpec{"rows_scale", DType::kF32, {Axis::kHb, Axis::kR}}.opt().strided();
+
+struct Args {
+  TensorView x;           // [T,H] bf16, f32, or e4m3
+  TensorView x_scale;     // [Hb,T] f32, present exactly when x is e4m3; either stride order
+  TensorView row_token;   // [R] i32; absent: rows are the tokens themselves, R = T (shared expert)
+  TensorView row_slot;    // [R] i32; needed only with weight
+  TensorView num_rows;    // [1] i32; absent: all R rows
+  TensorView weight;      // [T,S] f32, optional
+  TensorView rows;        // [R,H] out
+  TensorView rows_scale;  // [Hb,R] f32 out, present exactly when rows is e4m3
+};
+Status check(const Args& args, Phase phase = Phase::kRun);
+std::span<const Impl<Args>> impls();
+
+}  // namespace sluice::pack

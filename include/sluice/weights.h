@@ -1,0 +1,39 @@
+// The weights of one MoE layer as views, and whatever owns their memory.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "sluice/config.h"
+
+namespace sluice {
+
+// One gated FFN for L experts. The scale of a weight element is w_scale[l, scale_row(n), k/128]; a scale row
+// never spans the gate/up boundary: rows [0,I) use scale rows n/128, rows [I,2I) use Ib + (n-I)/128.
+struct FfnWeights {
+  TensorView w13;        // [L,2I,H] e4m3, bf16 or f32; gate rows first, then up rows
+  TensorView w13_scale;  // [L,2Ib,Hb] f32; present exactly when w13 is e4m3
+  TensorView w13_bias;   // [L,2I] f32; optional (gpt-oss)
+  TensorView w2;         // [L,H,I]
+  TensorView w2_scale;   // [L,Hb,Ib] f32
+  TensorView w2_bias;    // [L,H] f32; optional
+};
+
+struct LayerWeights {
+  TensorView w_gate;       // [E,H] bf16 or f32
+  TensorView router_bias;  // [E] f32; present exactly when config.gate.has_router_bias
+  TensorView score_bias;   // [E] f32; present exactly when config.gate.has_score_bias; bits equal to the file's
+  FfnWeights experts;      // L local experts
+  FfnWeights shared;       // L = 1, I = shared_intermediate; present exactly when that is > 0
+  TensorView shared_gate;  // [1,H] bf16 or f32; present exactly when config.has_shared_gate
+  std::vector<std::shared_ptr<const void>> owners;  // keeps the memory behind the views; empty: the caller does
+};
+
+// Shapes, dtypes, presence and strides against the config: every tensor present, filled and of one meaning.
+Status check_weights(const MoeConfig& config, const LayerWeights& weights);
+
+// Bytes of all tensors present.
+std::int64_t num_bytes(const FfnWeights& weights);
+std::int64_t num_bytes(const LayerWeights& weights);
+
+}  // namespace sluice

@@ -1,0 +1,11 @@
+# Every public header compiles alone, as the first and only include of a file, with no include path but the public one.
+file(GLOB_RECURSE SLUICE_HEADERS CONFIGURE_DEPENDS RELATIVE ${PROJECT_SOURCE_DIR}/include ${PROJECT_SOURCE_DIR}/include/*.h)
+set(sources "")
+foreach(header IN LISTS SLUICE_HEADERS)
+  string(MAKE_C_IDENTIFIER ${header} id)
+  set(file ${CMAKE_CURRENT_BINARY_DIR}/headers/${id}.cpp)
+  file(CONFIGURE OUTPUT ${file} CONTENT "#include \"${header}\"\n#include \"${header}\"\n")
+  list(APPEND sources ${file})
+endforeach()
+add_library(sluice_headers_alone OBJECT ${sources})
+target_include_directories(sluice_headers_alone PRIVATE ${PROJECT_SOURCE_DIR}/include)
