@@ -40,6 +40,8 @@ struct GateConfig {
 //   kG9 sqrt-softplus (DeepSeek-V4 family)         kG10 softmax + bias (Ernie-4.5)
 enum class GateId : std::uint8_t { kG1, kG2, kG3, kG4, kG5, kG6, kG7, kG8, kG9, kG10 };
 GateConfig gate_preset(GateId id);
+// Impossible gates are refused, naming the fields and their values.
+Status validate(const GateConfig& gate, std::int64_t num_experts, std::int64_t top_k);
 std::string describe(const GateConfig& gate);  // "sigmoid + bias, 8 groups keep 4 by top-2 sum, renormalised, x2.5"
 
 // kSilu:        a = silu(g) * u
