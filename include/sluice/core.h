@@ -203,14 +203,18 @@ class AxisBinder {
  public:
   explicit AxisBinder(std::string_view stage) : stage_(stage) {}
   Status bind(const TensorSpec& spec, const TensorView& view, Phase phase);
-  // Fixes an extent the caller knows by another way; `from` is quoted when something disagrees with it.
+  // Fixes an extent the caller knows by another way; `from` is quoted when something disagrees with it and must outlive the binder.
   void set(Axis axis, std::int64_t extent, std::string_view from);
   std::optional<std::int64_t> extent(Axis axis) const;
 
  private:
+  // Kept as values and put into words only when something disagrees: binding allocates nothing.
   struct Bound {
     std::int64_t extent = -1;
-    std::string from;
+    std::string_view from;
+    std::optional<TensorSpec> spec;
+    TensorView view;
+    std::string to_string() const;
   };
   std::string_view stage_;
   std::array<Bound, kNumAxes> bound_{};

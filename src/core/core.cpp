@@ -190,7 +190,12 @@ std::optional<std::int64_t> invert(Axis axis, std::int64_t extent) {
 }  // namespace
 
 void AxisBinder::set(Axis axis, std::int64_t extent, std::string_view from) {
-  bound_[static_cast<std::size_t>(axis)] = {extent, std::string(from)};
+  bound_[static_cast<std::size_t>(axis)] = {extent, from, std::nullopt, {}};
+}
+
+std::string AxisBinder::Bound::to_string() const {
+  if (spec) return fmt::format("{} = {}", spec->to_string(), view.to_string());
+  return std::string(from);
 }
 
 std::optional<std::int64_t> AxisBinder::extent(Axis axis) const {
@@ -228,20 +233,19 @@ Status AxisBinder::bind(const TensorSpec& spec, const TensorView& view, Phase ph
         const Bound& own = bound_[static_cast<std::size_t>(axis)];
         const Bound& base = own.extent >= 0 || !derived ? own : bound_[static_cast<std::size_t>(derived->base)];
         return fail(fmt::format("{} axis {} ({}) is {}, expected {}{}", spec.to_string(), i, sluice::to_string(axis), got, *known,
-                                base.from.empty() ? "" : fmt::format(" from {}", base.from)));
+                                base.extent < 0 ? "" : fmt::format(" from {}", base.to_string())));
       }
       continue;
     }
-    const std::string from = fmt::format("{} = {}", spec.to_string(), view.to_string());
-    if (derivation(axis)) {
+    if (const auto derived = derivation(axis)) {
       const auto base = invert(axis, got);
       if (!base && axis == Axis::kI2) return fail(fmt::format("{} axis {} (2I) is {}, which is odd", spec.to_string(), i, got));
       if (base) {
-        set(derivation(axis)->base, *base, from);
+        bound_[static_cast<std::size_t>(derived->base)] = {*base, {}, spec, view};
         continue;
       }
     }
-    set(axis, got, from);
+    bound_[static_cast<std::size_t>(axis)] = {got, {}, spec, view};
   }
   if (view.num_elements() == 0) return Status::ok();
   // Rows may be pitched, but an inner axis may not be strided and rows may not overlap: a view of every other

@@ -17,7 +17,7 @@ Status check_row_groups(std::string_view stage, const RowGroups& groups, std::in
             fmt::format("{}: exactly one of expert_offset[L+1] and counts[L] must be given, got {}", stage, has_offsets ? "both" : "neither")};
   }
   AxisBinder binder(stage);
-  binder.set(Axis::kL, num_local, fmt::format("L = {}", num_local));
+  binder.set(Axis::kL, num_local, "the weights");
   if (has_offsets) return binder.bind({"expert_offset", DType::kI32, {Axis::kL1}}, groups.expert_offset.view, phase);
   SLUICE_TRY(binder.bind({"counts", DType::kI32, {Axis::kL}}, groups.counts, phase));
   if (groups.rows_per_group < 0 || groups.rows_per_group * num_local != num_rows) {
