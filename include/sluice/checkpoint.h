@@ -36,22 +36,23 @@ struct LoadOptions {
 struct LoadedLayer {
   MoeConfig config;
   LayerWeights weights;
-  std::int64_t num_nan = 0;           // NaN weights found while loading: reported, never hidden
+  std::int64_t num_nan = 0;              // NaN weights found while loading: reported, never hidden
   std::vector<std::string> nan_tensors;  // the first few that hold them, with counts
-  std::vector<std::string> notes;     // conversions made, tensors of the layer that are known and not used
+  std::vector<std::string> notes;        // conversions made, tensors of the layer that are known and not used
 };
 
 class Checkpoint {
  public:
-  // Opens and validates headers and config; reads no weight. `path`: the folder, or one .safetensors file beside a config.json.
+  // Opens and validates headers and config; reads no weight. `path`: the folder, or one .safetensors file beside a
+  // config.json.
   static Result<Checkpoint> open(const std::filesystem::path& path);
   Checkpoint(Checkpoint&&) noexcept;
   Checkpoint& operator=(Checkpoint&&) noexcept;
   ~Checkpoint();
 
   const std::string& family() const;
-  std::int64_t num_layers() const;                      // num_hidden_layers of the model
-  std::vector<std::int64_t> moe_layers() const;         // those that have experts
+  std::int64_t num_layers() const;               // num_hidden_layers of the model
+  std::vector<std::int64_t> moe_layers() const;  // those that have experts
   Result<LayerInfo> layer_info(std::int64_t layer) const;
   Result<LoadedLayer> load(std::int64_t layer, const LoadOptions& options) const;
 

@@ -18,7 +18,8 @@ enum class ScaleRule : std::uint8_t { kAlways, kUnlessRenorm };
 
 // The gate as an ordered rule:
 //   l = x w_gate^T (+ router_bias);  s = score(l);  c = s (+ score_bias, for the choice only)
-//   groups ranked by group_score of c, topk_group kept;  idx = top_k of c among kept;  w = weight_rule;  renorm;  w *= factor
+//   groups ranked by group_score of c, topk_group kept;  idx = top_k of c among kept;  w = weight_rule;  renorm;  w *=
+//   factor
 struct GateConfig {
   Score score = Score::kSoftmax;
   bool has_score_bias = false;   // e_score_correction_bias: f32, chooses, never weighs
@@ -61,12 +62,12 @@ struct MoeConfig {
   std::int64_t num_experts = 0;   // E
   std::int64_t top_k = 0;         // S
   GateConfig gate;
-  Activation activation;               // routed and shared experts alike
-  bool weight_on_input = false;        // Llama 4: x * w goes into the expert; needs S == 1
+  Activation activation;                 // routed and shared experts alike
+  bool weight_on_input = false;          // Llama 4: x * w goes into the expert; needs S == 1
   std::int64_t shared_intermediate = 0;  // of all shared experts together; 0: none
   bool has_shared_gate = false;          // shared output times sigmoid(x . w_shared_gate)
-  std::int64_t first_expert = 0;  // global id of the first local expert
-  std::int64_t num_local = 0;     // L; 0 means all E
+  std::int64_t first_expert = 0;         // global id of the first local expert
+  std::int64_t num_local = 0;            // L; 0 means all E
 };
 
 inline constexpr std::int64_t kMaxExperts = 1024;
@@ -78,7 +79,8 @@ Status validate(const MoeConfig& config);
 
 // What the expert GEMMs compute with. Weights are never requantised behind the caller's back.
 //   kW8A8:  e4m3 weights with 128x128 scales, activations quantised to e4m3 per token and 128 columns
-//   kW8A16: e4m3 weights, bf16 activations      kBF16: bf16 (or f32) weights, bf16 activations      kF32: any weights, f32 activations
+//   kW8A16: e4m3 weights, bf16 activations      kBF16: bf16 (or f32) weights, bf16 activations      kF32: any weights,
+//   f32 activations
 enum class Precision : std::uint8_t { kW8A8, kW8A16, kBF16, kF32 };
 std::string_view to_string(Precision precision);
 Result<Precision> parse_precision(std::string_view text);
@@ -87,7 +89,7 @@ Result<Precision> parse_precision(std::string_view text);
 struct DataPath {
   DType rows = DType::kF32;  // packed x; kE4M3 comes with scales [Hb,R]
   DType h = DType::kF32;
-  DType a = DType::kF32;     // kE4M3 comes with scales [Ib,R]
+  DType a = DType::kF32;  // kE4M3 comes with scales [Ib,R]
   DType y = DType::kF32;
 };
 // The path for weights of `weight` dtype, or why there is none.

@@ -64,8 +64,8 @@ class [[nodiscard]] Status {
 template <class T>
 class [[nodiscard]] Result {
  public:
-  Result(T value) : state_(std::move(value)) {}          // NOLINT: implicit by design
-  Result(Status status) : state_(std::move(status)) {}   // NOLINT: implicit by design; must not be ok
+  Result(T value) : state_(std::move(value)) {}         // NOLINT: implicit by design
+  Result(Status status) : state_(std::move(status)) {}  // NOLINT: implicit by design; must not be ok
   bool is_ok() const { return state_.index() == 0; }
   explicit operator bool() const { return is_ok(); }
   Status status() const { return is_ok() ? Status::ok() : std::get<1>(state_); }
@@ -82,11 +82,11 @@ class [[nodiscard]] Result {
 };
 
 // Returns the Status of `expr` from the enclosing function unless it is ok.
-#define SLUICE_TRY(expr)                                                    \
-  do {                                                                      \
+#define SLUICE_TRY(expr)                                                     \
+  do {                                                                       \
     if (::sluice::Status sluice_status_ = (expr); !sluice_status_.is_ok()) { \
-      return sluice_status_;                                                \
-    }                                                                       \
+      return sluice_status_;                                                 \
+    }                                                                        \
   } while (false)
 
 // ---------------------------------------------------------------------------------------------------------
@@ -94,11 +94,22 @@ class [[nodiscard]] Result {
 // ---------------------------------------------------------------------------------------------------------
 
 enum class DType : std::uint8_t {
-  kF32, kBF16, kF16, kF64,
+  kF32,
+  kBF16,
+  kF16,
+  kF64,
   kE4M3,  // OCP e4m3fn: 1-4-3, bias 7, largest 448, NaN 0x7F/0xFF, no infinity
   kE5M2,
   kE8M0,  // a power of two, 2^(byte-127); 255 is NaN
-  kI8, kU8, kI16, kU16, kI32, kU32, kI64, kU64, kBool,
+  kI8,
+  kU8,
+  kI16,
+  kU16,
+  kI32,
+  kU32,
+  kI64,
+  kU64,
+  kBool,
 };
 inline constexpr int kNumDTypes = 16;
 
@@ -126,14 +137,30 @@ class DTypeSet {
 
 // The extent an axis of a tensor stands for. N, K and their blocks belong to the GEMM stage alone.
 enum class Axis : std::uint8_t {
-  kOne, kT, kS, kE, kL, kL1 /* L+1 */, kH, kI, kI2 /* 2I */, kR, kHb /* ceil(H/128) */, kIb /* ceil(I/128) */,
-  kN, kK, kNb /* scale rows of N */, kKb /* ceil(K/128) */, kCounters,
+  kOne,
+  kT,
+  kS,
+  kE,
+  kL,
+  kL1 /* L+1 */,
+  kH,
+  kI,
+  kI2 /* 2I */,
+  kR,
+  kHb /* ceil(H/128) */,
+  kIb /* ceil(I/128) */,
+  kN,
+  kK,
+  kNb /* scale rows of N */,
+  kKb /* ceil(K/128) */,
+  kCounters,
 };
 inline constexpr int kNumAxes = 17;
 std::string_view to_string(Axis axis);
 
 inline constexpr int kMaxRank = 3;
-inline constexpr std::int64_t kScaleBlock = 128;  // rows and columns that share one weight scale; columns of one activation scale
+inline constexpr std::int64_t kScaleBlock =
+    128;  // rows and columns that share one weight scale; columns of one activation scale
 
 constexpr std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
@@ -151,14 +178,22 @@ struct TensorSpec {
   DTypeSet dtypes;
   std::array<Axis, kMaxRank> axes{};
   int rank = 0;
-  bool optional = false;     // may be absent (TensorView::is_present() false)
-  bool any_stride = false;   // scales: both orders of [Hb,R] are legal and told apart by stride
+  bool optional = false;    // may be absent (TensorView::is_present() false)
+  bool any_stride = false;  // scales: both orders of [Hb,R] are legal and told apart by stride
 
   constexpr TensorSpec(std::string_view n, DTypeSet d, std::initializer_list<Axis> a) : name(n), dtypes(d) {
     for (Axis axis : a) axes[static_cast<std::size_t>(rank++)] = axis;
   }
-  constexpr TensorSpec opt() const { TensorSpec s = *this; s.optional = true; return s; }
-  constexpr TensorSpec strided() const { TensorSpec s = *this; s.any_stride = true; return s; }
+  constexpr TensorSpec opt() const {
+    TensorSpec s = *this;
+    s.optional = true;
+    return s;
+  }
+  constexpr TensorSpec strided() const {
+    TensorSpec s = *this;
+    s.any_stride = true;
+    return s;
+  }
   std::string to_string() const;  // "x[T,H] bf16 or f32"
 };
 
@@ -182,17 +217,21 @@ struct TensorView {
   // Rows [begin, begin+count) of axis 0.
   TensorView slice(std::int64_t begin, std::int64_t count) const;
   template <class T>
-  T* as() const { return static_cast<T*>(data); }
-  // Address of element (i, 0, ...).
-  std::byte* row(std::int64_t i) const {
-    return static_cast<std::byte*>(data) + i * stride[0] * size_bytes(dtype);
+  T* as() const {
+    return static_cast<T*>(data);
   }
+  // Address of element (i, 0, ...).
+  std::byte* row(std::int64_t i) const { return static_cast<std::byte*>(data) + i * stride[0] * size_bytes(dtype); }
   std::string to_string() const;  // "bf16[256,7168]"
 };
 
 // Expert ids and expert offsets are both i32 arrays; as types they cannot be exchanged.
-struct ExpertIds { TensorView view; };      // [T,S] i32, -1: not routed
-struct ExpertOffsets { TensorView view; };  // [L+1] i32, first row of each expert, then the row count
+struct ExpertIds {
+  TensorView view;
+};  // [T,S] i32, -1: not routed
+struct ExpertOffsets {
+  TensorView view;
+};  // [L+1] i32, first row of each expert, then the row count
 
 // Whether pointers are judged too (kRun), or only shapes, dtypes and strides (kPlan, data may be null).
 enum class Phase : std::uint8_t { kPlan, kRun };
@@ -203,7 +242,8 @@ class AxisBinder {
  public:
   explicit AxisBinder(std::string_view stage) : stage_(stage) {}
   Status bind(const TensorSpec& spec, const TensorView& view, Phase phase);
-  // Fixes an extent the caller knows by another way; `from` is quoted when something disagrees with it and must outlive the binder.
+  // Fixes an extent the caller knows by another way; `from` is quoted when something disagrees with it and must outlive
+  // the binder.
   void set(Axis axis, std::int64_t extent, std::string_view from);
   std::optional<std::int64_t> extent(Axis axis) const;
 
@@ -233,16 +273,16 @@ inline constexpr int kNumCounters = 2;
 
 // What one call may use. Nothing here outlives the call.
 struct Ctx {
-  void* stream = nullptr;              // cudaStream_t on a GPU; unused on the CPU
-  std::span<std::byte> workspace{};    // scratch; the needed size comes from the query of the thing that is called
-  int num_threads = 1;                 // CPU worker threads; results do not depend on it
+  void* stream = nullptr;            // cudaStream_t on a GPU; unused on the CPU
+  std::span<std::byte> workspace{};  // scratch; the needed size comes from the query of the thing that is called
+  int num_threads = 0;  // CPU worker threads; 0: a layer uses what it was planned for, a stage called alone uses 1
 };
 
 // The machine implementations are chosen for.
 struct Machine {
   Device device{};
   int num_threads = 1;
-  std::string simd;  // name of the best compiled and supported SIMD target, e.g. "AVX3"
+  std::string simd;                                // name of the best compiled and supported SIMD target, e.g. "AVX3"
   static Machine detect_cpu(int num_threads = 0);  // 0: one thread per usable core
 };
 
@@ -251,10 +291,10 @@ template <class Args>
 struct Impl {
   std::string_view name;
   DeviceKind device = DeviceKind::kCpu;
-  Status (*can_run)(const Args&, const Machine&) = nullptr;                 // ok, or why not
-  std::int64_t (*scratch_bytes)(const Args&, const Machine&) = nullptr;     // Ctx::workspace it needs; null: none
-  std::string (*describe)(const Args&, const Machine&) = nullptr;           // its configuration, for explain; null: none
-  Status (*run)(const Args&, const Ctx&) = nullptr;                         // Args were checked before
+  Status (*can_run)(const Args&, const Machine&) = nullptr;              // ok, or why not
+  std::int64_t (*scratch_bytes)(const Args&, const Machine&) = nullptr;  // Ctx::workspace it needs; null: none
+  std::string (*describe)(const Args&, const Machine&) = nullptr;        // its configuration, for explain; null: none
+  Status (*run)(const Args&, const Ctx&) = nullptr;                      // Args were checked before
 };
 
 struct Declined {
@@ -287,7 +327,8 @@ Result<Choice<Args>> choose(std::string_view stage, std::span<const Impl<Args>> 
   Choice<Args> choice;
   for (const Impl<Args>& impl : table) {
     if (choice.impl != nullptr) {
-      choice.declined.push_back({std::string(impl.name), "not asked: " + std::string(choice.impl->name) + " comes first"});
+      choice.declined.push_back(
+          {std::string(impl.name), "not asked: " + std::string(choice.impl->name) + " comes first"});
       continue;
     }
     if (!selection.forced.empty() && impl.name != selection.forced) {
@@ -299,7 +340,8 @@ Result<Choice<Args>> choose(std::string_view stage, std::span<const Impl<Args>> 
       continue;
     }
     if (impl.device != machine.device.kind) {
-      choice.declined.push_back({std::string(impl.name), "runs on " + std::string(to_string(impl.device)) + ", the layer is on " +
+      choice.declined.push_back({std::string(impl.name), "runs on " + std::string(to_string(impl.device)) +
+                                                             ", the layer is on " +
                                                              std::string(to_string(machine.device.kind))});
       continue;
     }

@@ -28,7 +28,7 @@ struct LayerOptions {
 
 // One line of the workspace: what it is for, and its size with the formula spelled out in letters.
 struct WorkspaceItem {
-  std::string name;     // "h[R,2I] bf16"
+  std::string name;  // "h[R,2I] bf16"
   std::int64_t offset_bytes = 0;
   std::int64_t bytes = 0;
 };
@@ -45,6 +45,8 @@ struct StageReport {
 
 class Layer {
  public:
+  struct State;  // src/layer/state.h
+
   static Result<Layer> create(const MoeConfig& config, LayerWeights weights, const LayerOptions& options);
 
   Layer(Layer&&) noexcept;
@@ -81,14 +83,14 @@ class Layer {
 
   // 3. Rows already grouped by local expert -> one output row each, [R,H]; no weights, no combine, no shared expert.
   //    rows in the packed dtype of the precision (e4m3 with scale [Hb,R] for w8a8), or bf16/f32, quantised on entry.
-  Status forward_grouped(const Rows& rows, const ExpertOffsets& expert_offset, const TensorView& out, const Ctx& ctx) const;
+  Status forward_grouped(const Rows& rows, const ExpertOffsets& expert_offset, const TensorView& out,
+                         const Ctx& ctx) const;
 
   // 4. The padded layout: rows [L,Mmax,H] (seen as [L*Mmax,H]; scale [Hb,L*Mmax]) with counts num_rows [L] i32.
   //    Rows past a count are neither read nor written.
   Status forward_masked(const Rows& rows, const TensorView& num_rows, const TensorView& out, const Ctx& ctx) const;
 
  private:
-  struct State;
   explicit Layer(std::unique_ptr<State> state);
   std::unique_ptr<State> state_;
 };

@@ -9,10 +9,10 @@ namespace sluice {
 // of it stays there; the host sizes buffers by the bound R <= T*S and never reads the real count.
 struct RoutePlan {
   ExpertOffsets expert_offset;  // [L+1] i32: rows of local expert e are [offset[e], offset[e+1])
-  TensorView row_token;         // [R] i32: source token of each row; R is the bound, entries past num_rows are not written
-  TensorView row_slot;          // [R] i32: flat slot t*S+s of each row
-  TensorView slot_row;          // [T,S] i32: row of each slot; -1: not routed, or routed to an expert held elsewhere
-  TensorView num_rows;          // [1] i32: rows in use
+  TensorView row_token;  // [R] i32: source token of each row; R is the bound, entries past num_rows are not written
+  TensorView row_slot;   // [R] i32: flat slot t*S+s of each row
+  TensorView slot_row;   // [T,S] i32: row of each slot; -1: not routed, or routed to an expert held elsewhere
+  TensorView num_rows;   // [1] i32: rows in use
 };
 
 // How the rows of a [R,...] tensor belong to experts. Exactly one of the two forms is present.

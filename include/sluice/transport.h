@@ -11,7 +11,8 @@ struct ExpertRange {
   std::int64_t end = 0;
 };
 
-// The balanced split: base = E / P, rem = E % P, rank r starts at r*base + min(r, rem). 30 over 8 ranks: 4,4,4,4,4,4,3,3.
+// The balanced split: base = E / P, rem = E % P, rank r starts at r*base + min(r, rem). 30 over 8 ranks:
+// 4,4,4,4,4,4,3,3.
 ExpertRange experts_of_rank(std::int64_t num_experts, std::int64_t num_ranks, std::int64_t rank);
 // Its inverse.
 std::int64_t owner(std::int64_t num_experts, std::int64_t num_ranks, std::int64_t expert);

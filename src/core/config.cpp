@@ -74,7 +74,8 @@ std::string describe(const Activation& activation) {
   switch (activation.kind) {
     case ActivationKind::kSilu: return "silu(g)*u";
     case ActivationKind::kSiluClamped: return fmt::format("silu(g)*u, limit {}", activation.limit);
-    case ActivationKind::kGptOss: return fmt::format("(u+1)*g*sigmoid({}*g), limit {}", activation.alpha, activation.limit);
+    case ActivationKind::kGptOss:
+      return fmt::format("(u+1)*g*sigmoid({}*g), limit {}", activation.alpha, activation.limit);
   }
   return "unknown activation";
 }
@@ -82,10 +83,13 @@ std::string describe(const Activation& activation) {
 std::int64_t num_local(const MoeConfig& config) { return config.num_local > 0 ? config.num_local : config.num_experts; }
 
 Status validate(const MoeConfig& config) {
-  const auto refuse = [](std::string text) { return Status(StatusCode::kInvalidArgument, "config: " + std::move(text)); };
+  const auto refuse = [](std::string text) {
+    return Status(StatusCode::kInvalidArgument, "config: " + std::move(text));
+  };
   if (config.hidden < 1) return refuse(fmt::format("hidden = {} must be at least 1", config.hidden));
   if (config.intermediate < 1) return refuse(fmt::format("intermediate = {} must be at least 1", config.intermediate));
-  if (config.shared_intermediate < 0) return refuse(fmt::format("shared_intermediate = {} is negative", config.shared_intermediate));
+  if (config.shared_intermediate < 0)
+    return refuse(fmt::format("shared_intermediate = {} is negative", config.shared_intermediate));
   if (config.has_shared_gate && config.shared_intermediate == 0) {
     return refuse("has_shared_gate is set, but shared_intermediate = 0");
   }
@@ -126,10 +130,12 @@ Result<Precision> parse_precision(std::string_view text) {
 Result<DataPath> data_path(Precision precision, DType weight) {
   const bool fp8 = weight == DType::kE4M3;
   if (!fp8 && weight != DType::kBF16 && weight != DType::kF32) {
-    return Status(StatusCode::kUnsupported, fmt::format("expert weights in {} cannot be run; e4m3, bf16 and f32 can", to_string(weight)));
+    return Status(StatusCode::kUnsupported,
+                  fmt::format("expert weights in {} cannot be run; e4m3, bf16 and f32 can", to_string(weight)));
   }
   const auto refuse = [&](std::string_view hint) {
-    return Status(StatusCode::kUnsupported, fmt::format("precision {} does not fit {} weights: {}", to_string(precision), to_string(weight), hint));
+    return Status(StatusCode::kUnsupported, fmt::format("precision {} does not fit {} weights: {}",
+                                                        to_string(precision), to_string(weight), hint));
   };
   switch (precision) {
     case Precision::kW8A8:

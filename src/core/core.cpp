@@ -94,8 +94,8 @@ std::string DTypeSet::to_string() const {
 }
 
 std::string_view to_string(Axis axis) {
-  static constexpr std::array<std::string_view, kNumAxes> kNames = {"1", "T", "S",  "E",  "L", "L+1", "H",  "I",       "2I",
-                                                                    "R", "Hb", "Ib", "N", "K", "Nb",  "Kb", "counters"};
+  static constexpr std::array<std::string_view, kNumAxes> kNames = {
+      "1", "T", "S", "E", "L", "L+1", "H", "I", "2I", "R", "Hb", "Ib", "N", "K", "Nb", "Kb", "counters"};
   return kNames[static_cast<std::size_t>(axis)];
 }
 
@@ -203,7 +203,8 @@ std::optional<std::int64_t> AxisBinder::extent(Axis axis) const {
   if (axis == Axis::kCounters) return kNumCounters;
   if (const Bound& bound = bound_[static_cast<std::size_t>(axis)]; bound.extent >= 0) return bound.extent;
   if (auto derived = derivation(axis)) {
-    if (const Bound& base = bound_[static_cast<std::size_t>(derived->base)]; base.extent >= 0) return derived->extent(base.extent);
+    if (const Bound& base = bound_[static_cast<std::size_t>(derived->base)]; base.extent >= 0)
+      return derived->extent(base.extent);
   }
   return std::nullopt;
 }
@@ -232,14 +233,15 @@ Status AxisBinder::bind(const TensorSpec& spec, const TensorView& view, Phase ph
         const auto derived = derivation(axis);
         const Bound& own = bound_[static_cast<std::size_t>(axis)];
         const Bound& base = own.extent >= 0 || !derived ? own : bound_[static_cast<std::size_t>(derived->base)];
-        return fail(fmt::format("{} axis {} ({}) is {}, expected {}{}", spec.to_string(), i, sluice::to_string(axis), got, *known,
-                                base.extent < 0 ? "" : fmt::format(" from {}", base.to_string())));
+        return fail(fmt::format("{} axis {} ({}) is {}, expected {}{}", spec.to_string(), i, sluice::to_string(axis),
+                                got, *known, base.extent < 0 ? "" : fmt::format(" from {}", base.to_string())));
       }
       continue;
     }
     if (const auto derived = derivation(axis)) {
       const auto base = invert(axis, got);
-      if (!base && axis == Axis::kI2) return fail(fmt::format("{} axis {} (2I) is {}, which is odd", spec.to_string(), i, got));
+      if (!base && axis == Axis::kI2)
+        return fail(fmt::format("{} axis {} (2I) is {}, which is odd", spec.to_string(), i, got));
       if (base) {
         bound_[static_cast<std::size_t>(derived->base)] = {*base, {}, spec, view};
         continue;
@@ -257,8 +259,8 @@ Status AxisBinder::bind(const TensorSpec& spec, const TensorView& view, Phase ph
       if (view.shape[a] > 1) {
         const bool innermost = i == spec.rank - 1;
         if (innermost ? view.stride[a] != 1 : view.stride[a] < inner) {
-          return fail(fmt::format("{} axis {} has stride {} elements, expected {}{}", spec.to_string(), i, view.stride[a],
-                                  innermost ? "" : "at least ", inner));
+          return fail(fmt::format("{} axis {} has stride {} elements, expected {}{}", spec.to_string(), i,
+                                  view.stride[a], innermost ? "" : "at least ", inner));
         }
       }
       inner = view.shape[a] > 1 ? view.shape[a] * view.stride[a] : inner;
@@ -267,17 +269,19 @@ Status AxisBinder::bind(const TensorSpec& spec, const TensorView& view, Phase ph
     for (int i = 0; i < spec.rank; ++i) {
       const std::size_t a = static_cast<std::size_t>(i);
       if (view.shape[a] > 1 && view.stride[a] < 1) {
-        return fail(fmt::format("{} axis {} has stride {} elements, expected at least 1", spec.to_string(), i, view.stride[a]));
+        return fail(
+            fmt::format("{} axis {} has stride {} elements, expected at least 1", spec.to_string(), i, view.stride[a]));
       }
     }
   }
   if (phase == Phase::kRun) {
-    if (view.data == nullptr) return fail(fmt::format("{} is a null pointer, but has {} elements", spec.name, view.num_elements()));
+    if (view.data == nullptr)
+      return fail(fmt::format("{} is a null pointer, but has {} elements", spec.name, view.num_elements()));
     const auto address = reinterpret_cast<std::uintptr_t>(view.data);
     const auto alignment = static_cast<std::uintptr_t>(size_bytes(view.dtype));
     if (address % alignment != 0) {
-      return fail(fmt::format("{} is at an address that is {} bytes off the {} bytes a {} needs", spec.name, address % alignment,
-                              alignment, sluice::to_string(view.dtype)));
+      return fail(fmt::format("{} is at an address that is {} bytes off the {} bytes a {} needs", spec.name,
+                              address % alignment, alignment, sluice::to_string(view.dtype)));
     }
   }
   return Status::ok();
@@ -299,7 +303,8 @@ Status no_implementation(std::string_view stage, const Selection& selection, con
   if (!known) {
     std::string names;
     for (const Declined& d : declined) names += (names.empty() ? "" : ", ") + d.name;
-    return {StatusCode::kInvalidArgument, fmt::format("{}: there is no implementation '{}'; there are: {}", stage, selection.forced, names)};
+    return {StatusCode::kInvalidArgument,
+            fmt::format("{}: there is no implementation '{}'; there are: {}", stage, selection.forced, names)};
   }
   return {StatusCode::kUnsupported, fmt::format("{}: no implementation can run ({})", stage, reasons)};
 }

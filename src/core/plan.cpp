@@ -9,20 +9,22 @@
 
 namespace sluice {
 
-Status check_row_groups(std::string_view stage, const RowGroups& groups, std::int64_t num_local, std::int64_t num_rows, Phase phase) {
+Status check_row_groups(std::string_view stage, const RowGroups& groups, std::int64_t num_local, std::int64_t num_rows,
+                        Phase phase) {
   const bool has_offsets = groups.expert_offset.view.is_present();
   const bool has_counts = groups.counts.is_present();
   if (has_offsets == has_counts) {
     return {StatusCode::kInvalidArgument,
-            fmt::format("{}: exactly one of expert_offset[L+1] and counts[L] must be given, got {}", stage, has_offsets ? "both" : "neither")};
+            fmt::format("{}: exactly one of expert_offset[L+1] and counts[L] must be given, got {}", stage,
+                        has_offsets ? "both" : "neither")};
   }
   AxisBinder binder(stage);
   binder.set(Axis::kL, num_local, "the weights");
   if (has_offsets) return binder.bind({"expert_offset", DType::kI32, {Axis::kL1}}, groups.expert_offset.view, phase);
   SLUICE_TRY(binder.bind({"counts", DType::kI32, {Axis::kL}}, groups.counts, phase));
   if (groups.rows_per_group < 0 || groups.rows_per_group * num_local != num_rows) {
-    return {StatusCode::kInvalidArgument, fmt::format("{}: {} groups of rows_per_group = {} do not make R = {} rows", stage, num_local,
-                                                      groups.rows_per_group, num_rows)};
+    return {StatusCode::kInvalidArgument, fmt::format("{}: {} groups of rows_per_group = {} do not make R = {} rows",
+                                                      stage, num_local, groups.rows_per_group, num_rows)};
   }
   return Status::ok();
 }
@@ -30,7 +32,8 @@ Status check_row_groups(std::string_view stage, const RowGroups& groups, std::in
 RowRange row_range(const RowGroups& groups, std::int64_t group, std::int64_t num_rows) {
   if (groups.is_masked()) {
     const std::int64_t begin = std::min(group * groups.rows_per_group, num_rows);
-    const std::int64_t count = std::clamp<std::int64_t>(groups.counts.as<const std::int32_t>()[group], 0, groups.rows_per_group);
+    const std::int64_t count =
+        std::clamp<std::int64_t>(groups.counts.as<const std::int32_t>()[group], 0, groups.rows_per_group);
     return {begin, std::min(begin + count, num_rows)};
   }
   const auto* offset = groups.expert_offset.view.as<const std::int32_t>();

@@ -23,14 +23,14 @@ inline constexpr TensorSpec kBias = TensorSpec{"bias", DType::kF32, {Axis::kL, A
 inline constexpr TensorSpec kOut{"out", {DType::kBF16, DType::kF32}, {Axis::kR, Axis::kN}};
 
 struct Args {
-  TensorView a;        // [R,K]
-  TensorView a_scale;  // [Kb,R] f32, present exactly when a is e4m3; either stride order
-  RowGroups groups;    // L groups over R rows
-  TensorView w;        // [L,N,K]
-  TensorView w_scale;  // [L,Nb,Kb] f32, present exactly when w is e4m3
-  TensorView bias;     // [L,N] f32, optional
+  TensorView a;                // [R,K]
+  TensorView a_scale;          // [Kb,R] f32, present exactly when a is e4m3; either stride order
+  RowGroups groups;            // L groups over R rows
+  TensorView w;                // [L,N,K]
+  TensorView w_scale;          // [L,Nb,Kb] f32, present exactly when w is e4m3
+  TensorView bias;             // [L,N] f32, optional
   std::int64_t part_rows = 0;  // rows of one of the stacked matrices; 0: N
-  TensorView out;      // [R,N]
+  TensorView out;              // [R,N]
 };
 Status check(const Args& args, Phase phase = Phase::kRun);
 std::span<const Impl<Args>> impls();

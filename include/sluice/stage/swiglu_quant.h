@@ -1,11 +1,11 @@
 // Stage 6: the activation, and the quantisation the down GEMM reads.
 //
-//   g = h[r,i], u = h[r,I+i] in fp32;  v = activation(g, u)   (sluice/config.h; silu(g) = g * sigmoid(g), specified fp32)
-//   a bf16 / f32: a[r,i] = v, rounded once
-//   a e4m3:       a_scale[b,r] = max(amax, 1e-10) / 448 over the finite |v| of columns [128b, 128b+128);  a = e4m3(v / a_scale)
+//   g = h[r,i], u = h[r,I+i] in fp32;  v = activation(g, u)   (sluice/config.h; silu(g) = g * sigmoid(g), specified
+//   fp32) a bf16 / f32: a[r,i] = v, rounded once a e4m3:       a_scale[b,r] = max(amax, 1e-10) / 448 over the finite
+//   |v| of columns [128b, 128b+128);  a = e4m3(v / a_scale)
 //                 fp32 division, round to nearest even, saturating; +-Inf becomes +-448, NaN stays NaN and alone
-// The limit clamps g from above only and u on both sides, before the activation and before the quantisation; NaN passes.
-// Bits are defined: every implementation gives the same. Rows no group owns are neither read nor written.
+// The limit clamps g from above only and u on both sides, before the activation and before the quantisation; NaN
+// passes. Bits are defined: every implementation gives the same. Rows no group owns are neither read nor written.
 #pragma once
 
 #include "sluice/config.h"
@@ -18,11 +18,11 @@ inline constexpr TensorSpec kA{"a", {DType::kE4M3, DType::kBF16, DType::kF32}, {
 inline constexpr TensorSpec kAScale = TensorSpec{"a_scale", DType::kF32, {Axis::kIb, Axis::kR}}.opt().strided();
 
 struct Args {
-  TensorView h;           // [R,2I]; gate half first
-  RowGroups groups;       // which rows are valid
+  TensorView h;      // [R,2I]; gate half first
+  RowGroups groups;  // which rows are valid
   Activation activation;
-  TensorView a;           // [R,I] out
-  TensorView a_scale;     // [Ib,R] f32 out, present exactly when a is e4m3
+  TensorView a;        // [R,I] out
+  TensorView a_scale;  // [Ib,R] f32 out, present exactly when a is e4m3
 };
 Status check(const Args& args, Phase phase = Phase::kRun);
 std::span<const Impl<Args>> impls();

@@ -1,0 +1,191 @@
+// Layer::create: everything is judged, booked and resolved here, so that forward only runs.
+#include "sluice/layer.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "layer/state.h"
+
+namespace sluice {
+namespace {
+
+// "*" first, then what names the stage; a stage's own word wins.
+Selection selection_for(const LayerOptions& options, std::string_view stage) {
+  Selection merged;
+  for (std::string_view key : {std::string_view("*"), stage}) {
+    const auto it = options.selection.find(std::string(key));
+    if (it == options.selection.end()) continue;
+    if (!it->second.forced.empty()) merged.forced = it->second.forced;
+    merged.disabled.insert(merged.disabled.end(), it->second.disabled.begin(), it->second.disabled.end());
+  }
+  return merged;
+}
+
+Status check_selection_keys(const LayerOptions& options) {
+  static constexpr std::string_view kStages[] = {"*",    "gate.logits",  "gate.select",  "route",
+                                                 "pack", "grouped_gemm", "swiglu_quant", "combine"};
+  for (const auto& [key, unused] : options.selection) {
+    if (std::find(std::begin(kStages), std::end(kStages), key) == std::end(kStages)) {
+      return {StatusCode::kInvalidArgument, fmt::format("selection: there is no stage '{}'; there are gate.logits, "
+                                                        "gate.select, route, pack, grouped_gemm, swiglu_quant, combine",
+                                                        key)};
+    }
+  }
+  return Status::ok();
+}
+
+// Judges the planned arguments, picks the implementation, books its scratch and writes the report.
+template <class Args>
+Status resolve(Layer::State& s, std::string_view role, std::string_view stage, std::span<const Impl<Args>> table,
+               const Args& args, std::string tensors, Stage<Args>& resolved) {
+  SLUICE_TRY(check(args, Phase::kPlan));
+  Result<Choice<Args>> choice = choose(stage, table, args, s.options.machine, selection_for(s.options, stage));
+  if (!choice) return choice.status();
+  resolved.impl = choice->impl;
+  StageReport report;
+  report.stage = role == stage ? std::string(stage) : fmt::format("{}: {}", role, stage);
+  report.impl = std::string(choice->impl->name);
+  report.tensors = std::move(tensors);
+  report.declined = std::move(choice->declined);
+  if (resolved.impl->describe != nullptr) report.configuration = resolved.impl->describe(args, s.options.machine);
+  if (resolved.impl->scratch_bytes != nullptr)
+    report.scratch_bytes = resolved.impl->scratch_bytes(args, s.options.machine);
+  s.scratch_bytes = std::max(s.scratch_bytes, report.scratch_bytes);
+  s.reports.push_back(std::move(report));
+  return Status::ok();
+}
+
+std::string gemm_text(const grouped_gemm::Args& a) {
+  return fmt::format("a {}, w {} -> {}", a.a.to_string(), a.w.to_string(), a.out.to_string());
+}
+
+Status resolve_ffn(Layer::State& s, std::string_view prefix, const FfnWeights& weights, const FfnBuffers& b,
+                   const RowGroups& groups, const pack::Args& pack, FfnStages& stages) {
+  const auto up = up_args(weights, b, groups);
+  const auto act = act_args(s.config.activation, b, groups);
+  const auto down = down_args(weights, b, groups);
+  SLUICE_TRY(resolve(s, fmt::format("{}pack", prefix), "pack", pack::impls(), pack,
+                     fmt::format("x {} -> {}", pack.x.to_string(), pack.rows.to_string()), stages.pack));
+  SLUICE_TRY(
+      resolve(s, fmt::format("{}up", prefix), "grouped_gemm", grouped_gemm::impls(), up, gemm_text(up), stages.up));
+  SLUICE_TRY(resolve(s, fmt::format("{}swiglu_quant", prefix), "swiglu_quant", swiglu_quant::impls(), act,
+                     fmt::format("h {} -> {}; {}", act.h.to_string(), act.a.to_string(), describe(act.activation)),
+                     stages.act));
+  return resolve(s, fmt::format("{}down", prefix), "grouped_gemm", grouped_gemm::impls(), down, gemm_text(down),
+                 stages.down);
+}
+
+Status resolve_all(Layer::State& s) {
+  const std::int64_t tokens = s.options.max_tokens;
+  Arena plan(nullptr, s.options.machine.device);
+  const Buffers b = lay_out(s, plan, tokens, s.max_rows());
+  // Tokens may come in bf16 or f32; implementations take both, and the choice does not depend on it.
+  const TensorView x = TensorView::dense(nullptr, DType::kBF16, {tokens, s.config.hidden}, s.options.machine.device);
+  const TensorView out = TensorView::dense(nullptr, DType::kF32, {tokens, s.config.hidden}, s.options.machine.device);
+
+  const auto logits = logits_args(s, b, x);
+  SLUICE_TRY(resolve(
+      s, "gate.logits", "gate.logits", gate::logits_impls(), logits,
+      fmt::format("x {}, w_gate {} -> {}", x.to_string(), logits.w_gate.to_string(), b.logits.to_string()), s.logits));
+  SLUICE_TRY(
+      resolve(s, "gate.select", "gate.select", gate::select_impls(), select_args(s, b, {}),
+              fmt::format("{}; {} -> {}", describe(s.config.gate), b.logits.to_string(), b.topk_idx.view.to_string()),
+              s.select));
+  SLUICE_TRY(resolve(s, "route", "route", route::impls(), route_args(s, b, {}),
+                     fmt::format("{} -> {}", b.topk_idx.view.to_string(), b.plan.row_token.to_string()), s.route));
+
+  // The pack of a plan covers T*S rows; the buffers may hold more for the entry points that bring rows.
+  auto pack = pack_args(s, b, x, {});
+  pack.rows = pack.rows.slice(0, tokens * s.config.top_k);
+  if (pack.rows_scale.is_present()) pack.rows_scale.shape[1] = tokens * s.config.top_k;
+  SLUICE_TRY(
+      resolve_ffn(s, "", s.weights.experts, b.routed, RowGroups::contiguous(b.plan.expert_offset), pack, s.routed));
+
+  if (s.has_shared()) {
+    const pack::Args shared_pack{.x = x, .rows = b.shared.rows.data, .rows_scale = b.shared.rows.scale};
+    SLUICE_TRY(resolve_ffn(s, "shared ", s.weights.shared, b.shared, RowGroups::contiguous(b.shared_offset),
+                           shared_pack, s.shared));
+    if (s.config.has_shared_gate) {
+      const auto args = shared_logits_args(s, b, x);
+      SLUICE_TRY(resolve(s, "shared gate", "gate.logits", gate::logits_impls(), args,
+                         fmt::format("w {} -> {}", args.w_gate.to_string(), args.logits.to_string()), s.shared_logits));
+    }
+  }
+  return resolve(s, "combine", "combine", combine::impls(), combine_args(s, b, b.routed.y, out),
+                 fmt::format("y {} -> {}", b.routed.y.to_string(), out.to_string()), s.combine);
+}
+
+Status check_options(const LayerOptions& o) {
+  const auto refuse = [](std::string text) {
+    return Status(StatusCode::kInvalidArgument, "options: " + std::move(text));
+  };
+  if (o.max_tokens < 0) return refuse(fmt::format("max_tokens = {} is negative", o.max_tokens));
+  if (o.max_rows < 0) return refuse(fmt::format("max_rows = {} is negative", o.max_rows));
+  if (o.max_rows_per_expert < 0)
+    return refuse(fmt::format("max_rows_per_expert = {} is negative", o.max_rows_per_expert));
+  if (o.machine.num_threads < 1)
+    return refuse(fmt::format("machine.num_threads = {} must be at least 1", o.machine.num_threads));
+  if (o.transport == nullptr) return refuse("transport is null");
+  return check_selection_keys(o);
+}
+
+}  // namespace
+
+Result<Layer> Layer::create(const MoeConfig& config, LayerWeights weights, const LayerOptions& options) {
+  SLUICE_TRY(validate(config));
+  SLUICE_TRY(check_options(options));
+  SLUICE_TRY(check_weights(config, weights));
+
+  auto state = std::make_unique<State>();
+  state->config = config;
+  state->weights = std::move(weights);
+  state->options = options;
+  if (state->max_rows() > INT32_MAX) {
+    return Status(StatusCode::kInvalidArgument,
+                  fmt::format("options: {} rows do not fit the i32 row numbers of a plan (max_tokens = {}, S = {})",
+                              state->max_rows(), options.max_tokens, config.top_k));
+  }
+  Result<DataPath> path = data_path(options.precision, state->weights.experts.w13.dtype);
+  if (!path) return path.status().with_context("experts");
+  state->path = *path;
+  if (state->has_shared()) {
+    // Checkpoints keep shared experts in bf16 beside e4m3 experts: then they run with bf16 activations.
+    const DType dtype = state->weights.shared.w13.dtype;
+    const bool eight_bit = options.precision == Precision::kW8A8 || options.precision == Precision::kW8A16;
+    Result<DataPath> shared =
+        data_path(eight_bit && dtype != DType::kE4M3 ? Precision::kBF16 : options.precision, dtype);
+    if (!shared) return shared.status().with_context("shared expert");
+    state->shared_path = *shared;
+  }
+  SLUICE_TRY(resolve_all(*state));
+
+  // The two kinds of entry points use the same memory in different shapes.
+  Arena tokens(nullptr, options.machine.device, &state->items);
+  lay_out(*state, tokens, options.max_tokens, options.max_tokens * config.top_k);
+  std::int64_t bytes = tokens.used_bytes();
+  if (state->max_rows() > options.max_tokens * config.top_k) {
+    std::vector<WorkspaceItem> items;
+    Arena rows(nullptr, options.machine.device, &items);
+    lay_out(*state, rows, 0, state->max_rows());
+    if (rows.used_bytes() > bytes) {
+      bytes = rows.used_bytes();
+      state->items = std::move(items);
+    }
+  }
+  state->workspace_bytes = bytes + Arena::kAlignBytes;
+  return Layer(std::move(state));
+}
+
+Layer::Layer(std::unique_ptr<State> state) : state_(std::move(state)) {}
+Layer::Layer(Layer&&) noexcept = default;
+Layer& Layer::operator=(Layer&&) noexcept = default;
+Layer::~Layer() = default;
+
+const MoeConfig& Layer::config() const { return state_->config; }
+const LayerOptions& Layer::options() const { return state_->options; }
+std::int64_t Layer::workspace_bytes() const { return state_->workspace_bytes; }
+const std::vector<WorkspaceItem>& Layer::workspace_items() const { return state_->items; }
+const std::vector<StageReport>& Layer::stages() const { return state_->reports; }
+
+}  // namespace sluice

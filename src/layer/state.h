@@ -1,0 +1,107 @@
+// What a Layer holds after create, and the buffers of one call.
+#pragma once
+
+#include "sluice/layer.h"
+#include "sluice/stage/combine.h"
+#include "sluice/stage/gate.h"
+#include "sluice/stage/grouped_gemm.h"
+#include "sluice/stage/pack.h"
+#include "sluice/stage/route.h"
+#include "sluice/stage/swiglu_quant.h"
+
+namespace sluice {
+
+// Hands out tensors of a workspace one after another. With a null base it only counts, and with `items` it
+// records: planning and running walk the same code, so the two cannot disagree.
+class Arena {
+ public:
+  static constexpr std::int64_t kAlignBytes = 64;
+
+  Arena(std::byte* base, Device device, std::vector<WorkspaceItem>* items = nullptr)
+      : base_(base), device_(device), items_(items) {}
+  TensorView take(std::string_view what, DType dtype, std::initializer_list<std::int64_t> shape);
+  std::span<std::byte> take_bytes(std::string_view what, std::int64_t bytes);
+  std::int64_t used_bytes() const { return used_; }
+
+ private:
+  std::byte* advance(std::string_view what, std::int64_t bytes);
+
+  std::byte* base_;
+  Device device_;
+  std::vector<WorkspaceItem>* items_;
+  std::int64_t used_ = 0;
+};
+
+// One FFN's tensors, in data-flow order.
+struct FfnBuffers {
+  Rows rows;     // [R,H] (+ [Hb,R])
+  TensorView h;  // [R,2I]
+  Rows a;        // [R,I] (+ [Ib,R])
+  TensorView y;  // [R,H]
+};
+
+struct Buffers {
+  TensorView logits;       // [T,E] f32
+  ExpertIds topk_idx;      // [T,S] i32
+  TensorView topk_weight;  // [T,S] f32
+  RoutePlan plan;
+  FfnBuffers routed;
+  ExpertOffsets shared_offset;  // [2] i32: 0, T
+  FfnBuffers shared;
+  TensorView shared_gate;  // [T,1] f32
+  std::span<std::byte> scratch;
+};
+
+// A stage resolved to a function.
+template <class Args>
+struct Stage {
+  const Impl<Args>* impl = nullptr;
+  Status operator()(const Args& args, const Ctx& ctx) const { return impl->run(args, ctx); }
+};
+
+struct FfnStages {
+  Stage<pack::Args> pack;
+  Stage<grouped_gemm::Args> up;
+  Stage<swiglu_quant::Args> act;
+  Stage<grouped_gemm::Args> down;
+};
+
+struct Layer::State {
+  MoeConfig config;
+  LayerWeights weights;
+  LayerOptions options;
+  DataPath path;         // routed experts
+  DataPath shared_path;  // shared expert: its own weights decide
+
+  Stage<gate::LogitsArgs> logits;
+  Stage<gate::SelectArgs> select;
+  Stage<route::Args> route;
+  FfnStages routed;
+  FfnStages shared;
+  Stage<gate::LogitsArgs> shared_logits;
+  Stage<combine::Args> combine;
+
+  std::int64_t scratch_bytes = 0;
+  std::int64_t workspace_bytes = 0;
+  std::vector<WorkspaceItem> items;
+  std::vector<StageReport> reports;
+
+  bool has_shared() const { return config.shared_intermediate > 0 && !options.routed_only; }
+  std::int64_t max_rows() const;
+};
+
+// The tensors of a call with T tokens and R rows.
+Buffers lay_out(const Layer::State& state, Arena& arena, std::int64_t num_tokens, std::int64_t num_rows);
+
+// Arguments of the stages, the same for planning (null pointers) and running.
+gate::LogitsArgs logits_args(const Layer::State& state, const Buffers& b, const TensorView& x);
+gate::SelectArgs select_args(const Layer::State& state, const Buffers& b, const TensorView& counters);
+route::Args route_args(const Layer::State& state, const Buffers& b, const TensorView& counters);
+pack::Args pack_args(const Layer::State& state, const Buffers& b, const TensorView& x, const TensorView& x_scale);
+grouped_gemm::Args up_args(const FfnWeights& weights, const FfnBuffers& b, const RowGroups& groups);
+swiglu_quant::Args act_args(const Activation& activation, const FfnBuffers& b, const RowGroups& groups);
+grouped_gemm::Args down_args(const FfnWeights& weights, const FfnBuffers& b, const RowGroups& groups);
+gate::LogitsArgs shared_logits_args(const Layer::State& state, const Buffers& b, const TensorView& x);
+combine::Args combine_args(const Layer::State& state, const Buffers& b, const TensorView& y, const TensorView& out);
+
+}  // namespace sluice

@@ -1,0 +1,158 @@
+// The buffers of a call, and the stage arguments that point into them.
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "layer/state.h"
+
+namespace sluice {
+
+std::byte* Arena::advance(std::string_view what, std::int64_t bytes) {
+  std::byte* const place = base_ == nullptr ? nullptr : base_ + used_;
+  if (items_ != nullptr && bytes > 0) items_->push_back({std::string(what), used_, bytes});
+  used_ += ceil_div(bytes, kAlignBytes) * kAlignBytes;
+  return place;
+}
+
+TensorView Arena::take(std::string_view what, DType dtype, std::initializer_list<std::int64_t> shape) {
+  TensorView view = TensorView::dense(nullptr, dtype, shape, device_);
+  if (items_ != nullptr) {
+    const std::string text = fmt::format("{} {}", what, to_string(dtype));
+    view.data = advance(text, view.num_bytes());
+  } else {
+    view.data = advance(what, view.num_bytes());
+  }
+  return view;
+}
+
+std::span<std::byte> Arena::take_bytes(std::string_view what, std::int64_t bytes) {
+  std::byte* const place = advance(what, bytes);
+  return {place, place == nullptr ? 0 : static_cast<std::size_t>(bytes)};
+}
+
+std::int64_t Layer::State::max_rows() const {
+  return std::max(
+      {options.max_tokens * config.top_k, options.max_rows, num_local(config) * options.max_rows_per_expert});
+}
+
+namespace {
+
+struct FfnNames {
+  std::string_view rows, rows_scale, h, a, a_scale, y;
+};
+constexpr FfnNames kRoutedNames{"rows[R,H]", "rows_scale[Hb,R]", "h[R,2I]", "a[R,I]", "a_scale[Ib,R]", "y[R,H]"};
+constexpr FfnNames kSharedNames{"shared.rows[T,H]", "shared.rows_scale[Hb,T]", "shared.h[T,2I]",
+                                "shared.a[T,I]",    "shared.a_scale[Ib,T]",    "shared.y[T,H]"};
+
+FfnBuffers lay_out_ffn(Arena& arena, const FfnNames& names, const DataPath& path, std::int64_t rows,
+                       std::int64_t hidden, std::int64_t intermediate) {
+  FfnBuffers b;
+  b.rows.data = arena.take(names.rows, path.rows, {rows, hidden});
+  if (path.rows == DType::kE4M3)
+    b.rows.scale = arena.take(names.rows_scale, DType::kF32, {ceil_div(hidden, kScaleBlock), rows});
+  b.h = arena.take(names.h, path.h, {rows, 2 * intermediate});
+  b.a.data = arena.take(names.a, path.a, {rows, intermediate});
+  if (path.a == DType::kE4M3)
+    b.a.scale = arena.take(names.a_scale, DType::kF32, {ceil_div(intermediate, kScaleBlock), rows});
+  b.y = arena.take(names.y, path.y, {rows, hidden});
+  return b;
+}
+
+}  // namespace
+
+Buffers lay_out(const Layer::State& state, Arena& arena, std::int64_t num_tokens, std::int64_t num_rows) {
+  const MoeConfig& c = state.config;
+  Buffers b;
+  b.logits = arena.take("logits[T,E]", DType::kF32, {num_tokens, c.num_experts});
+  b.topk_idx.view = arena.take("topk_idx[T,S]", DType::kI32, {num_tokens, c.top_k});
+  b.topk_weight = arena.take("topk_weight[T,S]", DType::kF32, {num_tokens, c.top_k});
+  b.plan.expert_offset.view = arena.take("expert_offset[L+1]", DType::kI32, {num_local(c) + 1});
+  b.plan.row_token = arena.take("row_token[T*S]", DType::kI32, {num_tokens * c.top_k});
+  b.plan.row_slot = arena.take("row_slot[T*S]", DType::kI32, {num_tokens * c.top_k});
+  b.plan.slot_row = arena.take("slot_row[T,S]", DType::kI32, {num_tokens, c.top_k});
+  b.plan.num_rows = arena.take("num_rows[1]", DType::kI32, {1});
+  b.routed = lay_out_ffn(arena, kRoutedNames, state.path, num_rows, c.hidden, c.intermediate);
+  if (state.has_shared()) {
+    b.shared_offset.view = arena.take("shared.offset[2]", DType::kI32, {2});
+    b.shared = lay_out_ffn(arena, kSharedNames, state.shared_path, num_tokens, c.hidden, c.shared_intermediate);
+    if (c.has_shared_gate) b.shared_gate = arena.take("shared_gate[T,1]", DType::kF32, {num_tokens, 1});
+  }
+  b.scratch = arena.take_bytes("scratch of the stages, the largest", state.scratch_bytes);
+  return b;
+}
+
+gate::LogitsArgs logits_args(const Layer::State& state, const Buffers& b, const TensorView& x) {
+  return {.x = x, .w_gate = state.weights.w_gate, .router_bias = state.weights.router_bias, .logits = b.logits};
+}
+
+gate::SelectArgs select_args(const Layer::State& state, const Buffers& b, const TensorView& counters) {
+  return {.gate = state.config.gate,
+          .logits = b.logits,
+          .score_bias = state.weights.score_bias,
+          .topk_idx = b.topk_idx,
+          .topk_weight = b.topk_weight,
+          .counters = counters};
+}
+
+route::Args route_args(const Layer::State& state, const Buffers& b, const TensorView& counters) {
+  return {.topk_idx = b.topk_idx,
+          .num_experts = state.config.num_experts,
+          .first_expert = state.config.first_expert,
+          .plan = b.plan,
+          .counters = counters,
+          .checked = state.options.checked};
+}
+
+pack::Args pack_args(const Layer::State& state, const Buffers& b, const TensorView& x, const TensorView& x_scale) {
+  return {.x = x,
+          .x_scale = x_scale,
+          .row_token = b.plan.row_token,
+          .row_slot = b.plan.row_slot,
+          .num_rows = b.plan.num_rows,
+          .weight = state.config.weight_on_input ? b.topk_weight : TensorView{},
+          .rows = b.routed.rows.data,
+          .rows_scale = b.routed.rows.scale};
+}
+
+grouped_gemm::Args up_args(const FfnWeights& weights, const FfnBuffers& b, const RowGroups& groups) {
+  return {.a = b.rows.data,
+          .a_scale = b.rows.scale,
+          .groups = groups,
+          .w = weights.w13,
+          .w_scale = weights.w13_scale,
+          .bias = weights.w13_bias,
+          .part_rows = weights.w13.shape[1] / 2,
+          .out = b.h};
+}
+
+swiglu_quant::Args act_args(const Activation& activation, const FfnBuffers& b, const RowGroups& groups) {
+  return {.h = b.h, .groups = groups, .activation = activation, .a = b.a.data, .a_scale = b.a.scale};
+}
+
+grouped_gemm::Args down_args(const FfnWeights& weights, const FfnBuffers& b, const RowGroups& groups) {
+  return {.a = b.a.data,
+          .a_scale = b.a.scale,
+          .groups = groups,
+          .w = weights.w2,
+          .w_scale = weights.w2_scale,
+          .bias = weights.w2_bias,
+          .part_rows = 0,
+          .out = b.y};
+}
+
+gate::LogitsArgs shared_logits_args(const Layer::State& state, const Buffers& b, const TensorView& x) {
+  return {.x = x, .w_gate = state.weights.shared_gate, .router_bias = {}, .logits = b.shared_gate};
+}
+
+combine::Args combine_args(const Layer::State& state, const Buffers& b, const TensorView& y, const TensorView& out) {
+  return {.y = y,
+          .slot_row = b.plan.slot_row,
+          .topk_weight = state.config.weight_on_input ? TensorView{} : b.topk_weight,
+          .unweighted = state.config.weight_on_input,
+          .shared = state.has_shared() ? b.shared.y : TensorView{},
+          .shared_gate = b.shared_gate,
+          .accumulate = false,
+          .out = out};
+}
+
+}  // namespace sluice
