@@ -44,6 +44,9 @@ class SafetensorsFile {
   std::size_t data_offset_ = 0;
 };
 
+// The largest header a file may declare; real files reach 132 MB (1.3 million tensors).
+inline constexpr std::uint64_t kMaxHeaderBytes = std::uint64_t{1} << 30;
+
 struct TensorToWrite {
   std::string name;
   DType dtype = DType::kF32;
@@ -53,9 +56,14 @@ struct TensorToWrite {
   const void* data = nullptr;
 };
 
-// Writes a temporary file beside `path` and renames it when complete: a failure leaves no partial file.
+// Writes a temporary file beside `path` and renames it when complete: a failure leaves no partial file. Tensors of
+// wider elements come first and the data starts at a multiple of 64 bytes, so every tensor is aligned for its dtype.
 Status write_safetensors(const std::filesystem::path& path, const std::vector<TensorToWrite>& tensors,
                          const std::map<std::string, std::string>& metadata = {});
+
+// Elements times element size, or what is wrong with the shape.
+Result<std::int64_t> checked_num_bytes(std::span<const std::int64_t> shape, DType dtype);
+std::string shape_text(std::span<const std::int64_t> shape);  // "[256,7168]"
 
 // Decodes little-endian scalars by shifts, on any host.
 float decode_f32(const std::byte* bytes);
