@@ -273,6 +273,19 @@ Status AxisBinder::bind(const TensorSpec& spec, const TensorView& view, Phase ph
             fmt::format("{} axis {} has stride {} elements, expected at least 1", spec.to_string(), i, view.stride[a]));
       }
     }
+    // Any order of the axes, but each element at an address of its own.
+    for (int i = 0; i < spec.rank; ++i) {
+      for (int j = 0; j < spec.rank; ++j) {
+        const std::size_t outer = static_cast<std::size_t>(i);
+        const std::size_t inner = static_cast<std::size_t>(j);
+        if (i == j || view.shape[outer] <= 1 || view.shape[inner] <= 1) continue;
+        if (view.stride[outer] < view.stride[inner] || (view.stride[outer] == view.stride[inner] && i > j)) continue;
+        if (view.stride[outer] <= (view.shape[inner] - 1) * view.stride[inner]) {
+          return fail(fmt::format("{} = {} has strides {} and {} for axes {} and {}, so that elements overlap", spec.to_string(),
+                                  view.to_string(), view.stride[outer], view.stride[inner], i, j));
+        }
+      }
+    }
   }
   if (phase == Phase::kRun) {
     if (view.data == nullptr)
