@@ -1,0 +1,93 @@
+// Up to 128 columns of a row at a time, through a buffer of 128 f32 in L1: load, quantise, store. A shorter last
+// block is padded with zeros in the buffer, so that loops run over whole vectors, no row is read or written past
+// its end, and what lies past it never enters an amax.
+
+#if defined(SLUICE_CPU_COLUMNS_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef SLUICE_CPU_COLUMNS_INL_H_
+#undef SLUICE_CPU_COLUMNS_INL_H_
+#else
+#define SLUICE_CPU_COLUMNS_INL_H_
+#endif
+
+#include <cstdint>
+#include <cstring>
+
+#include "cpu/bf16-inl.h"
+#include "cpu/e4m3_encode-inl.h"
+#include "hwy/highway.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace sluice {
+namespace HWY_NAMESPACE {
+
+inline constexpr size_t kColumns = 128;
+using ColumnTag = hwy::HWY_NAMESPACE::CappedTag<float, kColumns>;
+
+HWY_INLINE hwy::HWY_NAMESPACE::Vec<ColumnTag> LoadAsF32(ColumnTag d, const uint16_t* from) { return LoadBF16(d, from); }
+HWY_INLINE hwy::HWY_NAMESPACE::Vec<ColumnTag> LoadAsF32(ColumnTag d, const float* from) {
+  return hwy::HWY_NAMESPACE::LoadU(d, from);
+}
+HWY_INLINE void StoreFromF32(ColumnTag d, hwy::HWY_NAMESPACE::Vec<ColumnTag> v, uint16_t* to) { StoreBF16(d, v, to); }
+HWY_INLINE void StoreFromF32(ColumnTag d, hwy::HWY_NAMESPACE::Vec<ColumnTag> v, float* to) {
+  hwy::HWY_NAMESPACE::StoreU(v, d, to);
+}
+
+// `from` itself for a whole block, else a copy in `padded` with zeros behind its n columns.
+template <class T>
+HWY_INLINE const T* WholeBlock(const T* from, size_t n, T* padded) {
+  if (HWY_LIKELY(n == kColumns)) return from;
+  std::memcpy(padded, from, n * sizeof(T));
+  std::memset(padded + n, 0, (kColumns - n) * sizeof(T));
+  return padded;
+}
+
+// buffer[i] = from[i], exact; T is uint16_t (bf16) or float.
+template <class T>
+HWY_INLINE void LoadColumns(const T* from, size_t n, float* HWY_RESTRICT buffer) {
+  const ColumnTag d;
+  HWY_ALIGN T padded[kColumns];
+  from = WholeBlock(from, n, padded);
+  for (size_t i = 0; i < kColumns; i += hwy::HWY_NAMESPACE::Lanes(d)) {
+    hwy::HWY_NAMESPACE::Store(LoadAsF32(d, from + i), d, buffer + i);
+  }
+}
+
+// to[i] = round(buffer[i]) for i < n.
+template <class T>
+HWY_INLINE void StoreColumns(const float* HWY_RESTRICT buffer, size_t n, T* to) {
+  const ColumnTag d;
+  HWY_ALIGN T padded[kColumns];
+  T* const whole = HWY_LIKELY(n == kColumns) ? to : padded;
+  for (size_t i = 0; i < kColumns; i += hwy::HWY_NAMESPACE::Lanes(d)) {
+    StoreFromF32(d, hwy::HWY_NAMESPACE::Load(d, buffer + i), whole + i);
+  }
+  if (whole != to) std::memcpy(to, padded, n * sizeof(T));
+}
+
+// to[i] = e4m3(buffer[i] / scale) for i < n; returns scale = max(amax, 1e-10) / 448 over the finite magnitudes.
+HWY_INLINE float QuantiseColumns(const float* HWY_RESTRICT buffer, size_t n, uint8_t* to) {
+  namespace hn = hwy::HWY_NAMESPACE;
+  const ColumnTag d;
+  const auto inf = hn::BitCast(d, hn::Set(hn::RebindToUnsigned<ColumnTag>(), 0x7F800000u));
+  auto largest = hn::Zero(d);
+  for (size_t i = 0; i < kColumns; i += hn::Lanes(d)) {
+    const auto magnitude = hn::Abs(hn::Load(d, buffer + i));
+    largest = hn::Max(largest, hn::IfThenElseZero(hn::Lt(magnitude, inf), magnitude));  // false for NaN
+  }
+  const float amax = hn::GetLane(hn::MaxOfLanes(d, largest));
+  const float scale = (amax > 1e-10f ? amax : 1e-10f) / 448.0f;
+
+  const auto divisor = hn::Set(d, scale);
+  HWY_ALIGN uint8_t padded[kColumns];
+  uint8_t* const whole = HWY_LIKELY(n == kColumns) ? to : padded;
+  for (size_t i = 0; i < kColumns; i += hn::Lanes(d))
+    StoreE4M3(d, hn::Div(hn::Load(d, buffer + i), divisor), whole + i);
+  if (whole != to) std::memcpy(to, padded, n);
+  return scale;
+}
+
+}  // namespace HWY_NAMESPACE
+}  // namespace sluice
+HWY_AFTER_NAMESPACE();
+
+#endif  // SLUICE_CPU_COLUMNS_INL_H_
