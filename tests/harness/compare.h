@@ -36,7 +36,7 @@ testing::AssertionResult rows_within(const TensorView& got, std::span<const doub
 inline constexpr double kUnitRoundoff = 0x1p-24;  // fp32, half a unit in the last place of 1
 // (1 + d1)...(1 + dn) = 1 + t with |t| <= gamma(n) when every |d| <= 2^-24.
 double gamma(std::int64_t num_roundings);
-// Half the spacing of the dtype relative to the value, for values in its normal range: 2^-9 for bf16. 0 for f32,
+// Half the spacing of the dtype relative to the value, for values in its normal range: 2^-8 for bf16. 0 for f32,
 // which the sums are in already.
 double output_eps(DType dtype);
 
