@@ -13,7 +13,8 @@ enum class GroupScore : std::uint8_t { kNone, kMax, kTop2Sum };
 enum class WeightRule : std::uint8_t { kScore, kSoftmaxOfChosen, kSigmoidOfLogit };
 // kSum: w / (sum + 1e-20). kSumClamped: w / max(sum, 1e-12).
 enum class Renorm : std::uint8_t { kNone, kSum, kSumClamped };
-// kUnlessRenorm: DeepSeek-V2's "one or the other": the factor applies only where no renormalisation was done.
+// kUnlessRenorm: DeepSeek-V2's "one or the other": the factor applies only where no renormalisation was done, and a
+// single slot is never renormalised.
 enum class ScaleRule : std::uint8_t { kAlways, kUnlessRenorm };
 
 // The gate as an ordered rule:
@@ -26,7 +27,7 @@ struct GateConfig {
   bool has_router_bias = false;  // added to the logits (gpt-oss)
   std::int64_t n_group = 1;
   std::int64_t topk_group = 1;
-  GroupScore group_score = GroupScore::kNone;  // kNone exactly when n_group == 1
+  GroupScore group_score = GroupScore::kNone;  // needed when n_group > 1, unused otherwise
   WeightRule weight_rule = WeightRule::kScore;
   Renorm renorm = Renorm::kNone;
   ScaleRule scale_rule = ScaleRule::kAlways;
