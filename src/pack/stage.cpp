@@ -36,7 +36,7 @@ Status check(const Args& args, Phase phase) {
   if (args.row_token.is_present()) {
     SLUICE_TRY(binder.bind(kRowToken, args.row_token, phase));
   } else {
-    binder.set(Axis::kR, args.x.shape[0], fmt::format("x = {}, as row_token is absent", args.x.to_string()));
+    binder.set(Axis::kR, args.x.shape[0], "the T of x, as row_token is absent");
   }
   SLUICE_TRY(binder.bind(kRows, args.rows, phase));
   if (args.rows.shape[0] > std::numeric_limits<std::int32_t>::max()) {
