@@ -57,11 +57,11 @@ HWY_INLINE void LoadBlock(const TensorView& view, std::int64_t row, std::int64_t
   std::fill(out + count, out + kScaleBlock, 0.0f);
 }
 
-// out[k * panel + n] = rows[n][k], four rows at a time.
+// out[k * panel + first + n] = rows[n][k] for four rows; a panel of the scalar target holds only two.
 HWY_INLINE void Transpose(const float* HWY_RESTRICT rows, std::int64_t panel, std::int64_t first,
                           float* HWY_RESTRICT out) {
 #if HWY_TARGET == HWY_SCALAR
-  for (std::int64_t n = 0; n < 4; ++n) {
+  for (std::int64_t n = 0; n < std::min<std::int64_t>(4, panel - first); ++n) {
     for (std::int64_t k = 0; k < kScaleBlock; ++k) out[k * panel + first + n] = rows[n * kScaleBlock + k];
   }
 #else
