@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "gtest/gtest.h"
+#include "harness/targets.h"
 #include "reference/spec_math.h"
 
 #undef HWY_TARGET_INCLUDE
@@ -111,33 +112,16 @@ std::vector<float> sweep() {
   return x;
 }
 
-std::vector<std::int64_t> compiled_targets() {
-  hwy::SetSupportedTargetsForTest(0);
-  return hwy::SupportedAndGeneratedTargets();
-}
-
-// Dispatches to one target for its lifetime.
-struct ForcedTarget {
-  explicit ForcedTarget(std::int64_t target) {
-    hwy::SetSupportedTargetsForTest(target);
-    hwy::GetChosenTarget().DeInit();
-  }
-  ~ForcedTarget() {
-    hwy::SetSupportedTargetsForTest(0);
-    hwy::GetChosenTarget().DeInit();
-  }
-};
-
 TEST(ScoreMath, EveryTargetHasTheBitsOfTheSpecification) {
   const std::vector<float> x = sweep();
-  const std::vector<std::int64_t> targets = compiled_targets();
+  const std::vector<std::int64_t> targets = test::simd_targets();
   ASSERT_FALSE(targets.empty());
   std::vector<float> y(x.size());
   for (int f = 0; f < 5; ++f) {
     std::vector<std::uint32_t> expected(x.size());
     for (std::size_t i = 0; i < x.size(); ++i) expected[i] = std::bit_cast<std::uint32_t>(kFunctions[f].scalar(x[i]));
     for (std::int64_t target : targets) {
-      const ForcedTarget forced(target);
+      const test::ForcedTarget forced(target);
       for (bool four : {false, true}) {
         std::fill(y.begin(), y.end(), -7.0f);
         if (four) {
