@@ -21,7 +21,8 @@ namespace sluice {
 namespace HWY_NAMESPACE {
 
 inline constexpr size_t kColumns = 128;
-using ColumnTag = hwy::HWY_NAMESPACE::CappedTag<float, kColumns>;
+// At most a quarter of a block, so that loops may take four vectors at a time.
+using ColumnTag = hwy::HWY_NAMESPACE::CappedTag<float, kColumns / 4>;
 
 HWY_INLINE hwy::HWY_NAMESPACE::Vec<ColumnTag> LoadAsF32(ColumnTag d, const uint16_t* from) { return LoadBF16(d, from); }
 HWY_INLINE hwy::HWY_NAMESPACE::Vec<ColumnTag> LoadAsF32(ColumnTag d, const float* from) {
