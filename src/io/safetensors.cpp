@@ -405,12 +405,12 @@ const TensorEntry* SafetensorsFile::find(std::string_view name) const {
 
 const std::byte* SafetensorsFile::data(const TensorEntry& entry) const { return map_ + data_offset_ + entry.begin; }
 
-void SafetensorsFile::drop(const TensorEntry& entry) const {
-  if (entry.begin == entry.end) return;
-  // Whole pages around the entry: those shared with a neighbour are read again if the neighbour is.
+void SafetensorsFile::drop(const TensorEntry& entry, std::int64_t begin_bytes, std::int64_t end_bytes) const {
+  if (begin_bytes >= end_bytes) return;
+  // Whole pages around the range: those shared with a neighbour are read again if the neighbour is.
   const auto page = static_cast<std::uintptr_t>(::sysconf(_SC_PAGESIZE));
-  const auto begin = reinterpret_cast<std::uintptr_t>(data(entry)) / page * page;
-  const auto end = reinterpret_cast<std::uintptr_t>(map_ + data_offset_ + entry.end);
+  const auto begin = reinterpret_cast<std::uintptr_t>(data(entry) + begin_bytes) / page * page;
+  const auto end = reinterpret_cast<std::uintptr_t>(data(entry) + end_bytes);
   ::madvise(reinterpret_cast<void*>(begin), end - begin, MADV_DONTNEED);
 }
 

@@ -20,7 +20,7 @@ struct TensorEntry {
 };
 
 // One mapped file. Immutable and shareable.
-class SafetensorsFile {
+class SafetensorsFile : public std::enable_shared_from_this<SafetensorsFile> {
  public:
   // Validates the whole header: length, JSON, duplicate keys, dtypes, shapes times size = range, full coverage.
   static Result<std::shared_ptr<const SafetensorsFile>> open(const std::filesystem::path& path);
@@ -32,7 +32,8 @@ class SafetensorsFile {
   const std::map<std::string, std::string>& metadata() const { return metadata_; }
   const std::byte* data(const TensorEntry& entry) const;  // may be unaligned for the dtype
   // Tells the kernel that the entry's pages are not needed again (they can be read anew).
-  void drop(const TensorEntry& entry) const;
+  void drop(const TensorEntry& entry) const { drop(entry, 0, entry.end - entry.begin); }
+  void drop(const TensorEntry& entry, std::int64_t begin_bytes, std::int64_t end_bytes) const;  // part of it
 
  private:
   SafetensorsFile() = default;
@@ -51,7 +52,8 @@ struct TensorToWrite {
   std::string name;
   DType dtype = DType::kF32;
   std::vector<std::int64_t> shape;
-  // Writes the tensor's bytes piece by piece into `sink`, so that no tensor need be whole in memory; or null, with data.
+  // Writes the tensor's bytes piece by piece into `sink`, so that no tensor need be whole in memory; or null, with
+  // data.
   std::function<Status(const std::function<Status(std::span<const std::byte>)>& sink)> produce;
   const void* data = nullptr;
 };
@@ -69,7 +71,7 @@ std::string shape_text(std::span<const std::int64_t> shape);  // "[256,7168]"
 float decode_f32(const std::byte* bytes);
 float decode_bf16(const std::byte* bytes);
 
-std::string_view dtype_name(DType dtype);                     // "BF16", "F8_E4M3", ...
+std::string_view dtype_name(DType dtype);  // "BF16", "F8_E4M3", ...
 std::optional<DType> parse_dtype(std::string_view name);
 
 }  // namespace sluice::io
