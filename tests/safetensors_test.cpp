@@ -90,6 +90,13 @@ TEST_F(SafetensorsTest, Case122HeaderAboveTheOldCapIsJudgedByItsContent) {
   EXPECT_THAT(SafetensorsFile::open(path).status().message(), HasSubstr("NUL at byte 9"));
 }
 
+TEST_F(SafetensorsTest, LengthsThatLookLikeOtherFormatsAreLengths) {
+  // 640 is written 0x80 0x02, as a pickle begins.
+  std::string header = R"({"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}})";
+  header.append(640 - header.size(), ' ');
+  EXPECT_NE(accept(file(header, "x")), nullptr);
+}
+
 TEST_F(SafetensorsTest, OperatingSystemErrors) {
   EXPECT_EQ(SafetensorsFile::open(dir_ / "absent.safetensors").status().code(), StatusCode::kNotFound);
   EXPECT_THAT(SafetensorsFile::open(dir_ / "absent.safetensors").status().message(),

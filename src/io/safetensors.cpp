@@ -296,8 +296,11 @@ Status check_ranges(std::vector<TensorEntry>& tensors, std::int64_t data_bytes) 
   return Status::ok();
 }
 
-// What a file that is no safetensors file most probably is.
+// The length field and the first byte after it, before anything is read. A file that fails here is most probably
+// something else, and is named; one that passes is not, since any bytes may be a legal length.
 Status judge_start(std::string_view start, std::uint64_t length, std::uint64_t file_bytes) {
+  const bool fits = length <= kMaxHeaderBytes && length <= file_bytes - 8;
+  if (fits && length > 0 && start[8] == '{') return Status::ok();
   const auto bad = [](std::string text) { return Status(StatusCode::kBadData, std::move(text)); };
   if (start.starts_with("version https://git-lfs")) {
     return bad(fmt::format("this is a Git LFS pointer of {} bytes, not the file itself; fetch it with 'git lfs pull'",
@@ -309,12 +312,12 @@ Status judge_start(std::string_view start, std::uint64_t length, std::uint64_t f
   if (start.starts_with("<!DOCTYPE") || start.starts_with("<!doctype") || start.starts_with("<html")) {
     return bad("this is an HTML page (a failed download?), not safetensors");
   }
-  if (length > kMaxHeaderBytes || length > file_bytes - 8) {
+  if (!fits) {
     return bad(fmt::format(
         "header length {} is more than {}: the file has {} bytes after the length field, the limit is {} bytes", length,
         length > kMaxHeaderBytes ? "the limit" : "the file holds", file_bytes - 8, kMaxHeaderBytes));
   }
-  return Status::ok();
+  return bad(fmt::format("the header of {} bytes does not begin with '{{'", length));
 }
 
 class FileDescriptor {
@@ -364,10 +367,6 @@ Result<std::shared_ptr<const SafetensorsFile>> SafetensorsFile::open(const std::
   for (int i = 0; i < 8; ++i) length |= static_cast<std::uint64_t>(static_cast<unsigned char>(text[i])) << (8 * i);
   SLUICE_TRY(judge_start({text, std::min<std::size_t>(file_bytes, 32)}, length, file_bytes).with_context(where));
   file->data_offset_ = 8 + length;
-  if (length == 0 || text[8] != '{') {
-    return Status(StatusCode::kBadData,
-                  fmt::format("{}: the header of {} bytes does not begin with '{{'", where, length));
-  }
   // The JSON parser takes a NUL for the end of its input, and would not see what follows it.
   if (const void* nul = std::memchr(text + 8, 0, length); nul != nullptr) {
     return Status(StatusCode::kBadData,
