@@ -125,14 +125,20 @@ TensorView TensorView::dense(const void* data, DType dtype, std::initializer_lis
   return view;
 }
 
+// Extents come from callers and files: any product of them must stay defined.
+static std::int64_t saturating_product(std::int64_t a, std::int64_t b) {
+  std::int64_t product = 0;
+  return __builtin_mul_overflow(a, b, &product) ? std::numeric_limits<std::int64_t>::max() : product;
+}
+
 std::int64_t TensorView::num_elements() const {
   if (rank == 0) return 0;
   std::int64_t n = 1;
-  for (int i = 0; i < rank; ++i) n *= shape[static_cast<std::size_t>(i)];
+  for (int i = 0; i < rank; ++i) n = saturating_product(n, shape[static_cast<std::size_t>(i)]);
   return n;
 }
 
-std::int64_t TensorView::num_bytes() const { return num_elements() * size_bytes(dtype); }
+std::int64_t TensorView::num_bytes() const { return saturating_product(num_elements(), size_bytes(dtype)); }
 
 bool TensorView::is_dense() const {
   std::int64_t expected = 1;
@@ -250,6 +256,17 @@ Status AxisBinder::bind(const TensorSpec& spec, const TensorView& view, Phase ph
     bound_[static_cast<std::size_t>(axis)] = {got, {}, spec, view};
   }
   if (view.num_elements() == 0) return Status::ok();
+  std::int64_t span_bytes = 0;
+  for (int i = 0; i < spec.rank; ++i) {
+    const std::size_t a = static_cast<std::size_t>(i);
+    std::int64_t bytes = 0;
+    if (__builtin_mul_overflow(view.shape[a], view.stride[a], &bytes) ||
+        __builtin_mul_overflow(bytes, size_bytes(view.dtype), &bytes) ||
+        __builtin_add_overflow(span_bytes, bytes, &span_bytes)) {
+      return fail(fmt::format("{} axis {} is {} times a stride of {} elements, more bytes than can be addressed",
+                              spec.to_string(), i, view.shape[a], view.stride[a]));
+    }
+  }
   // Rows may be pitched, but an inner axis may not be strided and rows may not overlap: a view of every other
   // column, a transpose or a broadcast is refused instead of read as if it were dense.
   if (!spec.any_stride) {
@@ -281,8 +298,8 @@ Status AxisBinder::bind(const TensorSpec& spec, const TensorView& view, Phase ph
         if (i == j || view.shape[outer] <= 1 || view.shape[inner] <= 1) continue;
         if (view.stride[outer] < view.stride[inner] || (view.stride[outer] == view.stride[inner] && i > j)) continue;
         if (view.stride[outer] <= (view.shape[inner] - 1) * view.stride[inner]) {
-          return fail(fmt::format("{} = {} has strides {} and {} for axes {} and {}, so that elements overlap", spec.to_string(),
-                                  view.to_string(), view.stride[outer], view.stride[inner], i, j));
+          return fail(fmt::format("{} = {} has strides {} and {} for axes {} and {}, so that elements overlap",
+                                  spec.to_string(), view.to_string(), view.stride[outer], view.stride[inner], i, j));
         }
       }
     }
