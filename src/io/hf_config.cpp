@@ -468,7 +468,8 @@ Result<IgnoreList> IgnoreList::compile(const std::vector<std::string>& patterns)
 bool IgnoreList::matches(std::string_view module) const {
   const auto path = components(module);
   for (const auto& wanted : words_) {
-    if (std::search(path.begin(), path.end(), wanted.begin(), wanted.end()) != path.end()) return true;
+    const auto same = [](std::string_view part, std::string_view pattern) { return pattern == "*" || part == pattern; };
+    if (std::search(path.begin(), path.end(), wanted.begin(), wanted.end(), same) != path.end()) return true;
   }
   const std::string text(module);
   // As the tools that write such lists do: anchored at the start of the path, not at its end.

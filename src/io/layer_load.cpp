@@ -98,12 +98,10 @@ class Loader {
     jobs_.push_back({dst, dst_bytes, ref, src_begin, src_bytes, std::move(run)});
   }
 
-  void note_conversion(DType from, DType to, const TensorRef& ref, bool exact = true) {
-    const std::string note = fmt::format("{} tensors were {} to {}", to_string(from),
-                                         exact ? "converted exactly" : "dequantised", to_string(to));
+  void note_conversion(std::string_view from, DType to, std::string_view how = "converted exactly") {
+    const std::string note = fmt::format("{} tensors were {} to {}", from, how, to_string(to));
     auto& notes = loaded_.notes;
     if (std::find(notes.begin(), notes.end(), note) == notes.end()) notes.push_back(note);
-    (void)ref;
   }
 
   // ---- plain tensors ----
@@ -113,7 +111,7 @@ class Loader {
     if (!ref) return Status::ok();
     const DType from = ref.entry->dtype, to = from == DType::kF16 ? DType::kF32 : from;
     SLUICE_TRY(allocate(to, shape, view));
-    if (from != to) note_conversion(from, to, ref);
+    if (from != to) note_conversion(to_string(from), to);
     copy(ref, 0, view.num_elements(), view.as<std::byte>());
     return Status::ok();
   }
@@ -121,7 +119,7 @@ class Loader {
     if (!ref) return Status::ok();
     SLUICE_TRY(allocate(DType::kF32, shape, view));
     const DType from = ref.entry->dtype;
-    if (from != DType::kF32) note_conversion(from, DType::kF32, ref);
+    if (from != DType::kF32) note_conversion(to_string(from), DType::kF32);
     const std::int64_t count = view.num_elements();
     float* dst = view.as<float>();
     add(ref, 0, ref.num_bytes(), view.as<std::byte>(), view.num_bytes(), [=](const std::byte* src) {
@@ -160,7 +158,8 @@ class Loader {
   }
   void take_scales(const TensorRef& ref, std::int64_t first, std::int64_t count, float* dst) {
     const std::int64_t size = size_bytes(ref.entry->dtype);
-    if (ref.entry->dtype != DType::kF32) note_conversion(ref.entry->dtype, DType::kF32, ref);
+    if (ref.entry->dtype != DType::kF32)
+      note_conversion(fmt::format("{} scale", to_string(ref.entry->dtype)), DType::kF32);
     add(ref, first * size, count * size, reinterpret_cast<std::byte*>(dst), count * 4,
         [=](const std::byte* src) { return convert_scales(ref, src, count, dst); });
   }
@@ -169,7 +168,7 @@ class Loader {
 
   void dequantise(const TensorRef& ref, const TensorRef& scale, std::int64_t index, std::int64_t rows,
                   std::int64_t cols, std::byte* dst) {
-    note_conversion(DType::kE4M3, DType::kBF16, ref, false);
+    note_conversion("e4m3", DType::kBF16, "dequantised (rounded once)");
     const std::int64_t blocks = ceil_div(rows, kScaleBlock) * ceil_div(cols, kScaleBlock);
     add(ref, index * rows * cols, rows * cols, dst, rows * cols * 2, [=](const std::byte* src) {
       std::vector<float> scales(static_cast<std::size_t>(blocks));
@@ -185,7 +184,7 @@ class Loader {
   void dequantise_rows(const StoredFfn& ffn, const TensorRef& ref, const TensorRef& scale, std::int64_t index,
                        std::int64_t rows, std::int64_t cols, std::byte* dst, GateUp order, std::int64_t intermediate) {
     const bool fp4 = ffn.format == StoredFormat::kMxfp4;
-    note_conversion(fp4 ? DType::kU8 : DType::kE4M3, DType::kBF16, ref);
+    note_conversion(ffn.text, DType::kBF16, "dequantised exactly");
     const std::int64_t row_bytes = fp4 ? cols / 2 : cols, row_scales = ceil_div(cols, 32);
     add(ref, index * rows * row_bytes, rows * row_bytes, dst, rows * cols * 2, [=](const std::byte* src) {
       Done done;
@@ -214,7 +213,7 @@ class Loader {
     const bool keep_e4m3 = ffn.format == StoredFormat::kE4M3Block && options_.precision != Precision::kBF16;
     DType dtype = ffn.dtype == DType::kF16 ? DType::kF32 : ffn.dtype;
     if (ffn.format != StoredFormat::kPlain) dtype = keep_e4m3 ? DType::kE4M3 : DType::kBF16;
-    if (ffn.dtype == DType::kF16) note_conversion(DType::kF16, DType::kF32, ffn.gate.front());
+    if (ffn.dtype == DType::kF16) note_conversion("f16", DType::kF32);
 
     // Stored as wanted? f16 never is; e4m3 when it stays so.
     const bool as_stored = ffn.dtype == dtype && !ffn.transposed;

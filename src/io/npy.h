@@ -1,0 +1,21 @@
+// NumPy .npy files as command line input: versions 1 to 3, C order, plain numeric dtypes and bf16.
+#pragma once
+
+#include <filesystem>
+#include <vector>
+
+#include "sluice/core.h"
+
+namespace sluice::io {
+
+struct NpyArray {
+  DType dtype = DType::kF32;
+  std::vector<std::int64_t> shape;  // any rank; [] is one element
+  std::vector<std::byte> data;
+};
+
+// bf16 is what numpy writes for it: descr '<V2' (also '|V2', 'bfloat16'). Big-endian, Fortran order, objects, strings
+// and records are refused by name.
+Result<NpyArray> read_npy(const std::filesystem::path& path);
+
+}  // namespace sluice::io
