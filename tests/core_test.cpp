@@ -252,9 +252,13 @@ TEST(RowGroups, ExactlyOneFormAndMatchingExtents) {
   const TensorView counts = plan(DType::kI32, {4});
   EXPECT_TRUE(check_row_groups("s", RowGroups::contiguous(offsets), 4, 100, Phase::kPlan).is_ok());
   EXPECT_TRUE(check_row_groups("s", RowGroups::masked(counts, 25), 4, 100, Phase::kPlan).is_ok());
-  EXPECT_TRUE(says(check_row_groups("s", {}, 4, 100, Phase::kPlan), "neither"));
-  EXPECT_TRUE(says(check_row_groups("s", {offsets, counts, 25}, 4, 100, Phase::kPlan), "both"));
+  EXPECT_TRUE(says(check_row_groups("s", {}, 4, 100, Phase::kPlan), "expert_offset[L+1] is missing"));
+  EXPECT_TRUE(says(check_row_groups("s", {RowGroups::Form::kMasked, offsets, counts, 25}, 4, 100, Phase::kPlan),
+                   "counts alone"));
   EXPECT_TRUE(says(check_row_groups("s", RowGroups::contiguous(offsets), 5, 100, Phase::kPlan), "expert_offset"));
+  EXPECT_TRUE(check_row_groups("s", RowGroups::whole(), 1, 100, Phase::kPlan).is_ok());
+  EXPECT_TRUE(says(check_row_groups("s", RowGroups::whole(), 4, 100, Phase::kPlan), "L = 4"));
+  EXPECT_EQ(row_range(RowGroups::whole(), 0, 9).end, 9);
   EXPECT_TRUE(says(check_row_groups("s", RowGroups::masked(counts, 24), 4, 100, Phase::kPlan), "24"));
 }
 

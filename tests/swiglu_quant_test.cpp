@@ -408,8 +408,10 @@ TEST(SwigluQuant, EverySentenceOfCheck) {
         a.a.data = a.h.data;
       },
       "a_scale is f32[2,5]; a_scale must be present exactly when a is e4m3");
-  expect([](Args& a) { a.groups = {}; }, "exactly one of expert_offset[L+1] and counts[L] must be given, got neither");
-  expect([](Args& a) { a.groups.counts = a.groups.expert_offset.view; }, "got both");
+  expect([](Args& a) { a.groups = {}; },
+         "contiguous row groups take expert_offset alone; expert_offset[L+1] is missing");
+  expect([](Args& a) { a.groups.counts = a.groups.expert_offset.view; },
+         "expert_offset[L+1] is given, counts[L] is given");
   expect([](Args& a) { a.groups = RowGroups::masked(a.groups.expert_offset.view, 2); },
          "rows_per_group = 2 do not make R = 5 rows");
   expect([](Args& a) { a.groups.expert_offset.view.dtype = DType::kI64; }, "expert_offset must be i32");

@@ -15,22 +15,31 @@ struct RoutePlan {
   TensorView num_rows;   // [1] i32: rows in use
 };
 
-// How the rows of a [R,...] tensor belong to experts. Exactly one of the two forms is present.
+// How the rows of a [R,...] tensor belong to experts.
 //  - contiguous: expert_offset [L+1]; expert e owns rows [offset[e], offset[e+1])
 //  - masked:     counts [L] and rows_per_group = Mmax; expert e owns rows [e*Mmax, e*Mmax + counts[e])
+//  - whole:      one expert owns every row (the shared expert); nothing is read to know it
 // Rows that no expert owns are neither read nor written.
 struct RowGroups {
+  enum class Form : std::uint8_t { kContiguous, kMasked, kWhole };
+  Form form = Form::kContiguous;
   ExpertOffsets expert_offset;
   TensorView counts;
   std::int64_t rows_per_group = 0;
 
-  static RowGroups contiguous(ExpertOffsets offset) { return {offset, {}, 0}; }
-  static RowGroups masked(TensorView counts, std::int64_t rows_per_group) { return {{}, counts, rows_per_group}; }
-  bool is_masked() const { return counts.is_present(); }
-  std::int64_t num_groups() const { return is_masked() ? counts.shape[0] : expert_offset.view.shape[0] - 1; }
+  static RowGroups contiguous(ExpertOffsets offset) { return {Form::kContiguous, offset, {}, 0}; }
+  static RowGroups masked(TensorView counts, std::int64_t rows_per_group) {
+    return {Form::kMasked, {}, counts, rows_per_group};
+  }
+  static RowGroups whole() { return {Form::kWhole, {}, {}, 0}; }
+  // -1 for a contiguous form without offsets, which check_row_groups refuses.
+  std::int64_t num_groups() const {
+    if (form == Form::kWhole) return 1;
+    return form == Form::kMasked ? counts.shape[0] : expert_offset.view.shape[0] - 1;
+  }
 };
 
-// Shapes, dtypes and presence of exactly one form against L groups over R rows.
+// Shapes, dtypes and presence of what the form needs, against L groups over R rows.
 Status check_row_groups(std::string_view stage, const RowGroups& groups, std::int64_t num_local, std::int64_t num_rows,
                         Phase phase);
 

@@ -13,28 +13,44 @@ Status check_row_groups(std::string_view stage, const RowGroups& groups, std::in
                         Phase phase) {
   const bool has_offsets = groups.expert_offset.view.is_present();
   const bool has_counts = groups.counts.is_present();
-  if (has_offsets == has_counts) {
+  const bool wants_offsets = groups.form == RowGroups::Form::kContiguous;
+  const bool wants_counts = groups.form == RowGroups::Form::kMasked;
+  if (has_offsets != wants_offsets || has_counts != wants_counts) {
+    const auto say = [](bool has) { return has ? "given" : "missing"; };
     return {StatusCode::kInvalidArgument,
-            fmt::format("{}: exactly one of expert_offset[L+1] and counts[L] must be given, got {}", stage,
-                        has_offsets ? "both" : "neither")};
+            fmt::format("{}: {} row groups take {}; expert_offset[L+1] is {}, counts[L] is {}", stage,
+                        wants_offsets  ? "contiguous"
+                        : wants_counts ? "masked"
+                                       : "whole",
+                        wants_offsets  ? "expert_offset alone"
+                        : wants_counts ? "counts alone"
+                                       : "neither",
+                        say(has_offsets), say(has_counts))};
   }
   AxisBinder binder(stage);
   binder.set(Axis::kL, num_local, "the weights");
-  if (has_offsets) return binder.bind({"expert_offset", DType::kI32, {Axis::kL1}}, groups.expert_offset.view, phase);
-  SLUICE_TRY(binder.bind({"counts", DType::kI32, {Axis::kL}}, groups.counts, phase));
-  if (groups.rows_per_group < 0 || groups.rows_per_group * num_local != num_rows) {
+  if (wants_offsets) return binder.bind({"expert_offset", DType::kI32, {Axis::kL1}}, groups.expert_offset.view, phase);
+  if (wants_counts) {
+    SLUICE_TRY(binder.bind({"counts", DType::kI32, {Axis::kL}}, groups.counts, phase));
+    if (groups.rows_per_group >= 0 && groups.rows_per_group * num_local == num_rows) return Status::ok();
     return {StatusCode::kInvalidArgument, fmt::format("{}: {} groups of rows_per_group = {} do not make R = {} rows",
                                                       stage, num_local, groups.rows_per_group, num_rows)};
   }
-  return Status::ok();
+  if (num_local == 1) return Status::ok();
+  return {StatusCode::kInvalidArgument,
+          fmt::format("{}: whole row groups are one expert's, the weights hold L = {}", stage, num_local)};
 }
 
 RowRange row_range(const RowGroups& groups, std::int64_t group, std::int64_t num_rows) {
-  if (groups.is_masked()) {
-    const std::int64_t begin = std::min(group * groups.rows_per_group, num_rows);
-    const std::int64_t count =
-        std::clamp<std::int64_t>(groups.counts.as<const std::int32_t>()[group], 0, groups.rows_per_group);
-    return {begin, std::min(begin + count, num_rows)};
+  switch (groups.form) {
+    case RowGroups::Form::kWhole: return {0, num_rows};
+    case RowGroups::Form::kMasked: {
+      const std::int64_t begin = std::min(group * groups.rows_per_group, num_rows);
+      const std::int64_t count =
+          std::clamp<std::int64_t>(groups.counts.as<const std::int32_t>()[group], 0, groups.rows_per_group);
+      return {begin, std::min(begin + count, num_rows)};
+    }
+    case RowGroups::Form::kContiguous: break;
   }
   const auto* offset = groups.expert_offset.view.as<const std::int32_t>();
   const std::int64_t begin = std::clamp<std::int64_t>(offset[group], 0, num_rows);

@@ -372,7 +372,7 @@ Shape shape_of(const Args& args) {
   Shape s{args.a.shape[0], args.w.shape[0], args.w.shape[1], args.w.shape[2], args.part_rows, args.a.shape[0]};
   // Where nothing is scaled the parts do not matter, and one part leaves the fewest ragged panels.
   if (s.part_rows == 0 || !args.w_scale.is_present()) s.part_rows = s.n;
-  if (args.groups.is_masked()) s.max_group_rows = args.groups.rows_per_group;
+  if (args.groups.form == RowGroups::Form::kMasked) s.max_group_rows = args.groups.rows_per_group;
   return s;
 }
 

@@ -63,9 +63,6 @@ Status experts(const FfnStages& stages, const FfnWeights& weights, const Activat
 
 // The shared expert sees every token: one group of T rows, packed like the others where its path wants it.
 Status shared_expert(const Layer::State& s, Call& call, const TensorView& x) {
-  auto* offset = call.b.shared_offset.view.as<std::int32_t>();
-  offset[0] = 0;
-  offset[1] = static_cast<std::int32_t>(x.shape[0]);
   FfnBuffers b = call.b.shared;
   if (x.dtype == s.shared_path.rows) {
     b.rows.data = x;
@@ -73,8 +70,7 @@ Status shared_expert(const Layer::State& s, Call& call, const TensorView& x) {
     SLUICE_TRY(s.shared.pack({.x = x, .rows = b.rows.data, .rows_scale = b.rows.scale}, call.ctx));
   }
   if (s.config.has_shared_gate) SLUICE_TRY(s.shared_logits(shared_logits_args(s, call.b, x), call.ctx));
-  return experts(s.shared, s.weights.shared, s.config.activation, b, RowGroups::contiguous(call.b.shared_offset),
-                 call.ctx);
+  return experts(s.shared, s.weights.shared, s.config.activation, b, RowGroups::whole(), call.ctx);
 }
 
 // From routing to output: what both token entry points share.

@@ -104,8 +104,7 @@ Status resolve_all(Layer::State& s) {
 
   if (s.has_shared()) {
     const pack::Args shared_pack{.x = x, .rows = b.shared.rows.data, .rows_scale = b.shared.rows.scale};
-    SLUICE_TRY(resolve_ffn(s, "shared ", s.weights.shared, b.shared, RowGroups::contiguous(b.shared_offset),
-                           shared_pack, s.shared));
+    SLUICE_TRY(resolve_ffn(s, "shared ", s.weights.shared, b.shared, RowGroups::whole(), shared_pack, s.shared));
     if (s.config.has_shared_gate) {
       const auto args = shared_logits_args(s, b, x);
       SLUICE_TRY(resolve(s, "shared gate", "gate.logits", gate::logits_impls(), args,

@@ -46,7 +46,6 @@ struct Buffers {
   TensorView topk_weight;  // [T,S] f32
   RoutePlan plan;
   FfnBuffers routed;
-  ExpertOffsets shared_offset;  // [2] i32: 0, T
   FfnBuffers shared;
   TensorView shared_gate;  // [T,1] f32
   std::span<std::byte> scratch;

@@ -73,7 +73,6 @@ Buffers lay_out(const Layer::State& state, Arena& arena, std::int64_t num_tokens
   b.plan.num_rows = arena.take("num_rows[1]", DType::kI32, {1});
   b.routed = lay_out_ffn(arena, kRoutedNames, state.path, num_rows, c.hidden, c.intermediate);
   if (state.has_shared()) {
-    b.shared_offset.view = arena.take("shared.offset[2]", DType::kI32, {2});
     b.shared = lay_out_ffn(arena, kSharedNames, state.shared_path, num_tokens, c.hidden, c.shared_intermediate);
     if (c.has_shared_gate) b.shared_gate = arena.take("shared_gate[T,1]", DType::kF32, {num_tokens, 1});
   }

@@ -50,9 +50,7 @@ Status check(const Args& args, Phase phase) {
                         args.a.to_string(), args.a_scale.to_string())};
   }
   SLUICE_TRY(binder.bind(kAScale, args.a_scale, phase));
-  const bool has_groups = args.groups.is_masked() || args.groups.expert_offset.view.is_present();
-  SLUICE_TRY(
-      check_row_groups("swiglu_quant", args.groups, has_groups ? args.groups.num_groups() : 0, args.h.shape[0], phase));
+  SLUICE_TRY(check_row_groups("swiglu_quant", args.groups, args.groups.num_groups(), args.h.shape[0], phase));
   return check_activation(args.activation);
 }
 
