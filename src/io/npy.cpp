@@ -122,7 +122,7 @@ class DictReader {
 
 }  // namespace
 
-Result<NpyArray> read_npy(const std::filesystem::path& path) {
+Result<NpyHeader> read_npy_header(const std::filesystem::path& path) {
   const std::string where = path.string();
   const auto bad = [&](std::string text) { return Status(StatusCode::kBadData, fmt::format("{}: {}", where, text)); };
   std::error_code error;
@@ -151,8 +151,9 @@ Result<NpyArray> read_npy(const std::filesystem::path& path) {
   DictReader dict(header);
   if (!stream || !dict.parse()) return bad(dict.error);
   if (*dict.fortran_order) return bad("the array is in Fortran order; save it in C order (numpy.ascontiguousarray)");
-  NpyArray array;
+  NpyHeader array;
   array.shape = *dict.shape;
+  array.data_offset = static_cast<std::int64_t>(before_data);
   bool known = false;
   for (const Descr& row : kDescrs) {
     if (row.text != *dict.descr) continue;
@@ -170,9 +171,20 @@ Result<NpyArray> read_npy(const std::filesystem::path& path) {
     return bad(fmt::format("{}{} takes {} bytes, but the file holds {}", to_string(array.dtype),
                            shape_text(array.shape), *bytes, data_bytes));
   }
+  return array;
+}
+
+Result<NpyArray> read_npy(const std::filesystem::path& path) {
+  Result<NpyHeader> header = read_npy_header(path);
+  if (!header) return header.status();
+  NpyArray array{header->dtype, header->shape, {}};
+  auto bytes = checked_num_bytes(array.shape, array.dtype);
+  if (!bytes) return bytes.status().with_context(path.string());
   array.data.resize(static_cast<std::size_t>(*bytes));
+  std::ifstream stream(path, std::ios::binary);
+  stream.seekg(header->data_offset);
   stream.read(reinterpret_cast<char*>(array.data.data()), static_cast<std::streamsize>(*bytes));
-  if (!stream) return Status(StatusCode::kIoError, fmt::format("{}: reading {} bytes failed", where, *bytes));
+  if (!stream) return Status(StatusCode::kIoError, fmt::format("{}: reading {} bytes failed", path.string(), *bytes));
   return array;
 }
 

@@ -1,0 +1,158 @@
+#include "bench_rows.h"
+
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <fstream>
+
+namespace sluice::cli {
+
+namespace {
+
+double quantile(const std::vector<double>& sorted, double q) {
+  const double place = q * static_cast<double>(sorted.size() - 1);
+  const auto low = static_cast<std::size_t>(place);
+  const std::size_t high = std::min(low + 1, sorted.size() - 1);
+  return sorted[low] + (place - static_cast<double>(low)) * (sorted[high] - sorted[low]);
+}
+
+}  // namespace
+
+void add_run(BenchRow& row, double seconds, const Cost& cost) {
+  const double n = static_cast<double>(row.seconds.size());
+  row.seconds.push_back(seconds);
+  const double bytes = (row.cost.bytes * n + cost.bytes) / (n + 1), flops = (row.cost.flops * n + cost.flops) / (n + 1);
+  row.cost = cost;
+  row.cost.bytes = bytes;
+  row.cost.flops = flops;
+}
+
+void finish(BenchRow& row, const Ceilings& ceilings) {
+  std::vector<double> sorted = row.seconds;
+  std::sort(sorted.begin(), sorted.end());
+  row.median = quantile(sorted, 0.5);
+  row.p10 = quantile(sorted, 0.1);
+  row.p90 = quantile(sorted, 0.9);
+  const double stream = row.cost.bytes / ceilings.bytes_per_s, fma = row.cost.flops / ceilings.flops_per_s;
+  row.floor = std::max(stream, fma);
+  row.ceiling = stream >= fma ? "stream" : "fma";
+  row.share = row.floor / row.median;
+  row.stream_share = stream / row.median;
+  row.fma_share = fma / row.median;
+}
+
+Json to_json(const BenchRow& row) {
+  Json json = {{"row", row.kind},
+               {"name", row.name},
+               {"impl", row.impl},
+               {"precision", row.precision},
+               {"tokens", row.tokens},
+               {"route", row.route},
+               {"routed_rows", row.routed_rows},
+               {"active_experts", row.active_experts},
+               {"local_experts", row.local_experts},
+               {"weight_bytes", row.weight_bytes},
+               {"runs", row.seconds.size()},
+               {"median_us", row.median * 1e6},
+               {"p10_us", row.p10 * 1e6},
+               {"p90_us", row.p90 * 1e6},
+               {"bytes", row.cost.bytes},
+               {"bytes_formula", row.cost.bytes_formula},
+               {"flops", row.cost.flops},
+               {"flops_formula", row.cost.flops_formula},
+               {"bytes_per_s", row.cost.bytes / row.median},
+               {"flops_per_s", row.cost.flops / row.median},
+               {"floor_us", row.floor * 1e6},
+               {"ceiling", row.ceiling},
+               {"share", row.share},
+               {"stream_share", row.stream_share},
+               {"fma_share", row.fma_share}};
+  if (row.kind == "layer") json["tokens_per_s"] = static_cast<double>(row.tokens) / row.median;
+  return json;
+}
+
+void print_rows(const std::vector<BenchRow>& rows, std::string_view precision, bool stages) {
+  Table table({{"T", true},
+               {"R", true},
+               {"A", true},
+               {"ROW"},
+               {"IMPLEMENTATION"},
+               {"MEDIAN", true},
+               {"P10", true},
+               {"P90", true},
+               {"RUNS", true},
+               {"BYTES", true},
+               {"GB/S", true},
+               {"GFLOP", true},
+               {"GFLOP/S", true},
+               {"SHARE", true},
+               {"OF"}});
+  for (const BenchRow& row : rows) {
+    if (row.precision != precision || (row.kind == "stage" && !stages)) continue;
+    table.add({fmt::format("{}", row.tokens), fmt::format("{}", row.routed_rows), fmt::format("{}", row.active_experts),
+               row.kind == "expert GEMMs" ? row.kind : row.name, row.impl, format_seconds(row.median),
+               format_seconds(row.p10), format_seconds(row.p90), fmt::format("{}", row.seconds.size()),
+               format_bytes(static_cast<std::int64_t>(row.cost.bytes)),
+               fmt::format("{:.1f}", row.cost.bytes / row.median / 1e9), fmt::format("{:.3g}", row.cost.flops / 1e9),
+               fmt::format("{:.1f}", row.cost.flops / row.median / 1e9), fmt::format("{:.0f} %", 100 * row.share),
+               row.ceiling});
+  }
+  table.print();
+  // The formulas are the same for every T of a precision.
+  std::vector<std::string> said;
+  for (const BenchRow& row : rows) {
+    if (row.precision != precision || (row.kind == "stage" && !stages)) continue;
+    const std::string name = row.kind == "expert GEMMs" ? row.kind : row.name;
+    if (std::find(said.begin(), said.end(), name) != said.end()) continue;
+    said.push_back(name);
+    fmt::print("  {}: bytes {}{}\n", name, row.cost.bytes_formula,
+               row.cost.flops_formula.empty() ? "" : "; FLOPs " + row.cost.flops_formula);
+  }
+}
+
+std::vector<Goal> judge(const std::vector<BenchRow>& rows) {
+  std::vector<Goal> goals;
+  const auto add = [&](std::string text, double value, double at_least) {
+    goals.push_back({std::move(text), value, at_least, value >= at_least});
+  };
+  for (const BenchRow& row : rows) {
+    if (row.kind != "expert GEMMs") continue;
+    if (row.tokens == 1 && (row.precision == "w8a8" || row.precision == "w8a16")) {
+      add(fmt::format("{} T=1: expert GEMMs, share of the stream bandwidth", row.precision), row.stream_share, 0.5);
+    }
+    if (row.tokens == 512 && (row.precision == "bf16" || row.precision == "f32")) {
+      add(fmt::format("{} T=512: expert GEMMs, share of the FMA peak", row.precision), row.fma_share, 0.5);
+    }
+  }
+  for (const BenchRow& a : rows) {
+    for (const BenchRow& b : rows) {
+      if (a.kind == "layer" && b.kind == "layer" && a.tokens == b.tokens && a.tokens >= 512 && a.precision == "w8a8" &&
+          b.precision == "bf16") {
+        add(fmt::format("T={}: layer in w8a8 against bf16, speed ratio", a.tokens), b.median / a.median, 1.0);
+      }
+    }
+  }
+  return goals;
+}
+
+std::int64_t available_bytes() {
+  std::ifstream meminfo("/proc/meminfo");
+  std::string key, unit;
+  std::int64_t kib = 0;
+  while (meminfo >> key >> kib) {
+    std::getline(meminfo, unit);
+    if (key == "MemAvailable:") return kib * 1024;
+  }
+  return sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGE_SIZE) / 2;
+}
+
+std::int64_t cache_bytes() {
+  std::int64_t bytes = 0;
+  for (int name : {_SC_LEVEL4_CACHE_SIZE, _SC_LEVEL3_CACHE_SIZE, _SC_LEVEL2_CACHE_SIZE}) {
+    bytes = std::max<std::int64_t>(bytes, sysconf(name));
+  }
+  return bytes;
+}
+
+}  // namespace sluice::cli

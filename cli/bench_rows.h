@@ -1,0 +1,48 @@
+// One line of a benchmark: times, the work they are held against, the share of the ceiling.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "output.h"
+#include "pipeline.h"
+
+namespace sluice::cli {
+
+struct Ceilings {
+  double bytes_per_s = 0;  // read from memory, all threads
+  double flops_per_s = 0;  // f32 fma, all threads
+};
+
+struct BenchRow {
+  std::string kind;  // "stage", "expert GEMMs" or "layer"
+  std::string name, impl, precision, route;
+  std::int64_t tokens = 0;
+  std::int64_t routed_rows = 0, active_experts = 0, local_experts = 0;
+  std::int64_t weight_bytes = 0;  // of all copies the runs rotate over
+  std::vector<double> seconds;    // one per run
+  Cost cost;                      // bytes and FLOPs: mean over the runs
+  double median = 0, p10 = 0, p90 = 0;
+  double floor = 0;     // seconds no implementation can beat: max(bytes / bandwidth, flops / peak)
+  std::string ceiling;  // which of the two
+  double share = 0;     // floor / median
+  double stream_share = 0, fma_share = 0;
+};
+
+void add_run(BenchRow& row, double seconds, const Cost& cost);
+void finish(BenchRow& row, const Ceilings& ceilings);
+Json to_json(const BenchRow& row);
+void print_rows(const std::vector<BenchRow>& rows, std::string_view precision, bool stages);
+
+// What the project promises of a CPU with two cores and AVX2, judged where it was measured.
+struct Goal {
+  std::string text;
+  double value = 0, at_least = 0;
+  bool met = false;
+};
+std::vector<Goal> judge(const std::vector<BenchRow>& rows);
+
+std::int64_t available_bytes();  // memory free for programs
+std::int64_t cache_bytes();      // last-level cache; 0 when unknown
+
+}  // namespace sluice::cli

@@ -1,0 +1,155 @@
+// `sluice explain`: what a layer resolves to on this machine, and why.
+#include <fmt/format.h>
+
+#include "commands.h"
+#include "random.h"
+#include "subject.h"
+
+namespace sluice::cli {
+
+namespace {
+
+constexpr const char* kAbout =
+    "Show what a layer resolves to: implementations, configuration, workspace\n\n"
+    "Creates the layer for up to T tokens without reading weights and prints, per stage, the chosen implementation, "
+    "its\n"
+    "configuration and tensors, why the others declined, and every item of the workspace with its shape in letters.";
+
+constexpr const char* kFooter =
+    "There is no silent fallback: --impl forces an implementation, and one that cannot run is an error with its "
+    "reason.\n"
+    "\n"
+    "Examples:\n"
+    "  sluice explain --model data/tiny-dsv3 --layer 1 --tokens 512\n"
+    "  sluice explain --like deepseek-v3 --tokens 1 --precision w8a8\n"
+    "  sluice explain --like deepseek-v3 --impl grouped_gemm=reference\n";
+
+struct ExplainOptions {
+  SubjectOptions subject;
+  std::int64_t tokens = 512;
+  std::string precision = "all";
+  bool routed_only = false;
+  MachineOptions machine;
+};
+
+Json explain_json(const Layer& layer, Precision precision) {
+  Json stages = Json::array();
+  for (const StageReport& stage : layer.stages()) {
+    Json declined = Json::array();
+    for (const Declined& d : stage.declined) declined.push_back({{"name", d.name}, {"reason", d.reason}});
+    stages.push_back({{"stage", stage.stage},
+                      {"implementation", stage.impl},
+                      {"configuration", stage.configuration},
+                      {"tensors", stage.tensors},
+                      {"scratch_bytes", stage.scratch_bytes},
+                      {"declined", declined}});
+  }
+  Json items = Json::array();
+  for (const WorkspaceItem& item : layer.workspace_items()) {
+    items.push_back({{"name", item.name}, {"offset_bytes", item.offset_bytes}, {"bytes", item.bytes}});
+  }
+  return {{"precision", to_string(precision)},
+          {"stages", stages},
+          {"workspace_bytes", layer.workspace_bytes()},
+          {"workspace", items}};
+}
+
+void print_text(const Layer& layer, Precision precision) {
+  fmt::print("\n{}\n", to_string(precision));
+  Table stages({{"STAGE"}, {"IMPLEMENTATION"}, {"CONFIGURATION"}, {"SCRATCH", true}});
+  for (const StageReport& stage : layer.stages()) {
+    stages.add({stage.stage, stage.impl, stage.configuration,
+                stage.scratch_bytes > 0 ? format_bytes(stage.scratch_bytes) : "-"});
+  }
+  stages.print();
+  fmt::print("\ntensors\n");
+  Table tensors({{"STAGE"}, {"TENSORS"}});
+  for (const StageReport& stage : layer.stages()) tensors.add({stage.stage, stage.tensors});
+  tensors.print();
+  fmt::print("\ndeclined\n");
+  Table declined({{"STAGE"}, {"IMPLEMENTATION"}, {"WHY NOT"}});
+  for (const StageReport& stage : layer.stages()) {
+    for (const Declined& d : stage.declined) declined.add({stage.stage, d.name, d.reason});
+  }
+  if (declined.is_empty()) declined.add({"-", "-", "-"});
+  declined.print();
+  fmt::print("\nworkspace: {} ({} B)\n", format_bytes(layer.workspace_bytes()), format_count(layer.workspace_bytes()));
+  Table items({{"OFFSET", true}, {"BYTES", true}, {"ITEM"}});
+  for (const WorkspaceItem& item : layer.workspace_items()) {
+    items.add({format_count(item.offset_bytes), format_count(item.bytes), item.name});
+  }
+  items.print();
+}
+
+Outcome explain(const ExplainOptions& options, bool json) {
+  Result<std::map<std::string, Selection>> selection = parse_selection(options.machine.impl);
+  if (!selection) return Outcome::usage(selection.status().message());
+  Result<std::vector<Precision>> asked = parse_precisions(options.precision);
+  if (!asked) return Outcome::usage(asked.status().message());
+  bool usage = false;
+  Result<Subject> subject = find_subject(options.subject, usage);
+  if (!subject) return usage ? Outcome::usage(subject.status().message()) : Outcome(subject.status());
+
+  const Machine machine = options.machine.machine();
+  const MoeConfig& c = subject->config;
+  const std::string legend =
+      fmt::format("T={} R=T*S={} E={} S={} H={} I={} shared I={}", options.tokens, options.tokens * c.top_k,
+                  c.num_experts, c.top_k, c.hidden, c.intermediate, c.shared_intermediate);
+  Json document = {{"subject", subject->title},
+                   {"tokens", options.tokens},
+                   {"simd", machine.simd},
+                   {"threads", machine.num_threads},
+                   {"config", config_json(c)}};
+  if (!json) {
+    fmt::print("{}: {}\ngate {}; activation {}\nCPU: {} threads, {}\n", subject->title, legend, describe(c.gate),
+               describe(c.activation), machine.num_threads, machine.simd);
+  }
+  Json& results = document["precisions"] = Json::array();
+  const std::vector<Precision> precisions =
+      asked->empty() ? std::vector<Precision>(std::begin(kAllPrecisions), std::end(kAllPrecisions)) : *asked;
+  std::size_t num_run = 0;
+  for (Precision precision : precisions) {
+    if (const Status can = subject->can_run(precision); !can.is_ok()) {
+      if (!asked->empty()) return can;
+      results.push_back({{"precision", to_string(precision)}, {"cannot_run", can.message()}});
+      if (!json) fmt::print("\n{}: not possible: {}\n", to_string(precision), can.message());
+      continue;
+    }
+    Result<LayerWeights> weights = make_weights(c, subject->experts_for(precision), subject->shared_for(precision),
+                                                Fill::kNone, 1, machine.num_threads);
+    if (!weights) return weights.status();
+    LayerOptions layer_options;
+    layer_options.precision = precision;
+    layer_options.max_tokens = options.tokens;
+    layer_options.routed_only = options.routed_only;
+    layer_options.machine = machine;
+    layer_options.selection = *selection;
+    Result<Layer> layer = Layer::create(c, std::move(*weights), layer_options);
+    if (!layer) return layer.status().with_context(std::string(to_string(precision)));
+    ++num_run;
+    results.push_back(explain_json(*layer, precision));
+    if (!json) print_text(*layer, precision);
+  }
+  if (json) print_json(document);
+  return num_run > 0 ? kExitOk : kExitBadInput;
+}
+
+}  // namespace
+
+void add_explain(CLI::App& app, Command& command) {
+  CLI::App* sub = app.add_subcommand("explain", kAbout);
+  sub->footer(kFooter);
+  auto o = std::make_shared<ExplainOptions>();
+  add_subject(*sub, o->subject);
+  sub->add_option("--tokens", o->tokens, "Largest T the layer is planned for [512]")
+      ->check(CLI::Range(0, 1 << 24))
+      ->type_name("T");
+  sub->add_option("--precision", o->precision, "all, or a list of w8a8, w8a16, bf16, f32 [all]")->type_name("LIST");
+  sub->add_flag("--routed-only", o->routed_only, "Leave the shared expert out");
+  add_impl(*sub, o->machine);
+  add_threads(*sub, o->machine);
+  add_json(*sub, command);
+  sub->callback([&command, o] { command.run = [&command, o] { return explain(*o, command.json); }; });
+}
+
+}  // namespace sluice::cli

@@ -1,0 +1,23 @@
+#include "interrupt.h"
+
+#include <csignal>
+
+namespace sluice::cli {
+
+namespace {
+volatile std::sig_atomic_t g_interrupted = 0;  // the one global a signal handler needs
+void on_signal(int number) {
+  g_interrupted = 1;
+  // A second signal ends the program at once.
+  std::signal(number, SIG_DFL);
+}
+}  // namespace
+
+void catch_interrupts() {
+  std::signal(SIGINT, on_signal);
+  std::signal(SIGTERM, on_signal);
+}
+
+bool is_interrupted() { return g_interrupted != 0; }
+
+}  // namespace sluice::cli

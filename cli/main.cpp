@@ -1,0 +1,80 @@
+// The `sluice` command: registers the commands, runs the one that was asked for, maps its end to an exit code.
+#include <fmt/format.h>
+
+#include <exception>
+#include <string_view>
+
+#include "commands.h"
+
+namespace {
+
+constexpr const char* kAbout =
+    "Sluice runs the Mixture-of-Experts layer of large language models. A checkpoint is a folder with config.json and\n"
+    "model.safetensors (or model.safetensors.index.json and its shards), as published on the Hugging Face Hub.";
+
+constexpr const char* kFooter =
+    "Letters: T tokens, S slots (top-k per token), E experts, H hidden, I intermediate. Sizes are decimal (1 MB = 10^6 "
+    "B).\n"
+    "Results never depend on --threads or on how tokens are batched, to the bit.\n"
+    "\n"
+    "Exit codes: 0 success, 1 a check failed, 2 wrong usage, 3 bad input (file, model or value), 4 internal error.\n"
+    "Errors go to stderr as \"sluice: error: ...\"; with --json also to stdout as {\"error\": {...}}.\n"
+    "Every command takes --json, and --help explains each with examples.\n"
+    "\n"
+    "First steps:\n"
+    "  sluice inspect data/tiny-dsv3\n"
+    "  sluice check --model data/tiny-dsv3 --layer 1\n"
+    "  sluice run --model data/tiny-dsv3 --layer 1 --input data/tiny-dsv3/golden.safetensors:layer1.x --output "
+    "y.safetensors\n"
+    "  sluice synth --like qwen3-30b --layers 1 --out /tmp/qwen3\n";
+
+// Commands describe themselves in a summary line and a paragraph; the list of commands shows the line only.
+class Formatter : public CLI::Formatter {
+ public:
+  std::string make_subcommand(const CLI::App* sub) const override {
+    const std::string text = sub->get_description();
+    return "  " + fmt::format("{:10}", sub->get_name()) + text.substr(0, text.find('\n')) + "\n";
+  }
+};
+
+int run(int argc, char** argv) {
+  using namespace sluice::cli;
+  CLI::App app{kAbout, "sluice"};
+  app.footer(kFooter);
+  app.set_version_flag("--version", "sluice " SLUICE_VERSION);
+  auto formatter = std::make_shared<Formatter>();
+  formatter->column_width(34);
+  app.formatter(formatter);
+  app.require_subcommand(1);
+  Command command;
+  add_inspect(app, command);
+  add_run(app, command);
+  add_check(app, command);
+  add_explain(app, command);
+  add_synth(app, command);
+  add_bench(app, command);
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::Success& success) {
+    return app.exit(success);  // --help, --version
+  } catch (const CLI::ParseError& error) {
+    // The parser stops at the fault, so whether --json was given is read from the arguments themselves.
+    bool json = false;
+    for (int i = 1; i < argc; ++i) json = json || std::string_view(argv[i]) == "--json";
+    std::string hint = "sluice";
+    for (const CLI::App* sub : app.get_subcommands()) hint += " " + sub->get_name();
+    return report(Outcome::usage(fmt::format("{} (see {} --help)", error.what(), hint)), json);
+  }
+  return report(command.run(), command.json);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  try {
+    return run(argc, argv);
+  } catch (const std::exception& error) {
+    fmt::print(stderr, "sluice: error: internal: {}\n", error.what());
+    return sluice::cli::kExitInternal;
+  }
+}

@@ -1,0 +1,191 @@
+#include "options.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <charconv>
+
+#include "commands.h"
+#include "progress.h"
+
+namespace sluice::cli {
+
+namespace {
+
+constexpr std::int64_t kMaxTokens = std::int64_t{1} << 24;
+constexpr int kMaxThreads = 4096;
+
+template <class Args>
+StageTable names_of(std::string stage, std::span<const Impl<Args>> table) {
+  StageTable names{std::move(stage), {}};
+  for (const Impl<Args>& impl : table) names.names.emplace_back(impl.name);
+  return names;
+}
+
+std::vector<std::string> split(const std::string& text, char separator) {
+  std::vector<std::string> parts;
+  std::size_t begin = 0;
+  while (true) {
+    const std::size_t end = text.find(separator, begin);
+    parts.push_back(text.substr(begin, end - begin));
+    if (end == std::string::npos) return parts;
+    begin = end + 1;
+  }
+}
+
+template <class T>
+std::string join_precisions(const T& precisions) {
+  std::vector<std::string_view> names;
+  for (Precision p : precisions) names.push_back(to_string(p));
+  return fmt::format("{}", fmt::join(names, ", "));
+}
+
+}  // namespace
+
+void add_json(CLI::App& sub, Command& command) {
+  sub.add_flag("--json", command.json, "Print one JSON document instead of text");
+}
+
+void add_threads(CLI::App& sub, MachineOptions& options) {
+  sub.add_option("--threads", options.threads, "Worker threads; default: every usable core")
+      ->check(CLI::Range(1, kMaxThreads))
+      ->type_name("N");
+}
+
+void add_impl(CLI::App& sub, MachineOptions& options) {
+  sub.add_option("--impl", options.impl,
+                 "Force an implementation: NAME for every stage that has it, or STAGE=NAME for one stage;\n"
+                 "may be repeated. `sluice explain` lists stages and names. One that cannot run is an error")
+      ->type_name("[STAGE=]NAME")
+      ->allow_extra_args(false);
+}
+
+std::vector<StageTable> stage_tables() {
+  return {names_of("gate.logits", gate::logits_impls()),
+          names_of("gate.select", gate::select_impls()),
+          names_of("route", route::impls()),
+          names_of("pack", pack::impls()),
+          names_of("grouped_gemm", grouped_gemm::impls()),
+          names_of("swiglu_quant", swiglu_quant::impls()),
+          names_of("combine", combine::impls())};
+}
+
+Result<std::map<std::string, Selection>> parse_selection(const std::vector<std::string>& impl) {
+  const std::vector<StageTable> tables = stage_tables();
+  std::map<std::string, Selection> selection;
+  for (const std::string& text : impl) {
+    const std::size_t equals = text.find('=');
+    const std::string stage = equals == std::string::npos ? "" : text.substr(0, equals);
+    const std::string name = equals == std::string::npos ? text : text.substr(equals + 1);
+    bool stage_found = stage.empty();
+    bool name_found = false;
+    std::string known;
+    for (const StageTable& table : tables) {
+      if (!stage.empty() && table.stage != stage) continue;
+      stage_found = true;
+      known += fmt::format("{}{}: {}", known.empty() ? "" : "; ", table.stage, fmt::join(table.names, ", "));
+      if (std::find(table.names.begin(), table.names.end(), name) == table.names.end()) continue;
+      name_found = true;
+      // The stage's own entry wins over a plain NAME, whatever their order.
+      if (stage.empty() && selection.count(table.stage) != 0) continue;
+      selection[table.stage].forced = name;
+    }
+    if (!stage_found) {
+      std::vector<std::string> stages;
+      for (const StageTable& table : tables) stages.push_back(table.stage);
+      return Status(StatusCode::kInvalidArgument,
+                    fmt::format("--impl {}: no stage '{}'; there are {}", text, stage, fmt::join(stages, ", ")));
+    }
+    if (!name_found) {
+      return Status(StatusCode::kInvalidArgument,
+                    fmt::format("--impl {}: no implementation '{}'; there are {}", text, name, known));
+    }
+  }
+  return selection;
+}
+
+Result<std::vector<Precision>> parse_precisions(const std::string& text) {
+  std::vector<Precision> precisions;
+  if (text.empty() || text == "all") return precisions;
+  for (const std::string& part : split(text, ',')) {
+    Result<Precision> precision = parse_precision(part);
+    if (!precision) return precision.status().with_context("--precision " + text);
+    if (std::find(precisions.begin(), precisions.end(), *precision) == precisions.end())
+      precisions.push_back(*precision);
+  }
+  return precisions;
+}
+
+Result<std::vector<std::int64_t>> parse_tokens(const std::string& text, std::int64_t low) {
+  std::vector<std::int64_t> tokens;
+  for (const std::string& part : split(text, ',')) {
+    std::int64_t value = 0;
+    const auto [end, error] = std::from_chars(part.data(), part.data() + part.size(), value);
+    if (error != std::errc() || end != part.data() + part.size() || value < low || value > kMaxTokens) {
+      return Status(StatusCode::kInvalidArgument,
+                    fmt::format("--tokens {}: '{}' is not a count in [{}, {}]", text, part, low, kMaxTokens));
+    }
+    tokens.push_back(value);
+  }
+  return tokens;
+}
+
+Precision default_precision(const LayerInfo& info) {
+  // The first that fits in the order of fidelity to the checkpoint's own recipe: FP8 checkpoints name dynamic FP8
+  // activations, bf16 ones run in bf16, f32 ones in f32.
+  const auto has = [&](Precision p) {
+    return std::find(info.precisions.begin(), info.precisions.end(), p) != info.precisions.end();
+  };
+  if (info.expert_dtype == DType::kF32 && has(Precision::kF32)) return Precision::kF32;
+  for (Precision p : {Precision::kW8A8, Precision::kBF16, Precision::kW8A16, Precision::kF32}) {
+    if (has(p)) return p;
+  }
+  return Precision::kF32;
+}
+
+Status check_precision(const LayerInfo& info, Precision precision) {
+  if (info.precisions.empty()) {
+    return Status(StatusCode::kUnsupported, fmt::format("layer {} cannot run: {}", info.layer, info.cannot_run));
+  }
+  if (std::find(info.precisions.begin(), info.precisions.end(), precision) != info.precisions.end()) return {};
+  const Status why = data_path(precision, info.expert_dtype).status();
+  return Status(
+      StatusCode::kUnsupported,
+      fmt::format("layer {} cannot run in {}: its experts are {}{}{}; it runs in {}", info.layer, to_string(precision),
+                  info.expert_format, why.is_ok() ? "" : ", ", why.message(), join_precisions(info.precisions)));
+}
+
+Result<ModelLayer> open_layer(const std::string& model, std::int64_t layer) {
+  Result<Checkpoint> checkpoint = Checkpoint::open(model);
+  if (!checkpoint) return checkpoint.status();
+  Result<LayerInfo> info = checkpoint->layer_info(layer);
+  if (!info) return info.status();
+  return ModelLayer{std::move(*checkpoint), std::move(*info)};
+}
+
+Result<LoadedLayer> load_layer(const ModelLayer& model, Precision precision, bool routed_only) {
+  Progress progress(fmt::format("loading layer {}", model.info.layer), Progress::Unit::kBytes);
+  LoadOptions options;
+  options.precision = precision;
+  options.routed_only = routed_only;
+  options.progress = [&](std::int64_t done, std::int64_t total) { progress.update(done, total); };
+  return model.checkpoint.load(model.info.layer, options);
+}
+
+Json config_json(const MoeConfig& config) {
+  return {{"hidden", config.hidden},
+          {"intermediate", config.intermediate},
+          {"num_experts", config.num_experts},
+          {"top_k", config.top_k},
+          {"gate", describe(config.gate)},
+          {"n_group", config.gate.n_group},
+          {"topk_group", config.gate.topk_group},
+          {"routed_scaling_factor", config.gate.routed_scaling_factor},
+          {"activation", describe(config.activation)},
+          {"weight_on_input", config.weight_on_input},
+          {"shared_intermediate", config.shared_intermediate},
+          {"has_shared_gate", config.has_shared_gate}};
+}
+
+}  // namespace sluice::cli

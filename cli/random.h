@@ -1,0 +1,29 @@
+// Random activations and weights in memory: the same seed gives the same bytes on every machine and thread count.
+#pragma once
+
+#include <vector>
+
+#include "sluice/sluice.h"
+
+namespace sluice::cli {
+
+std::vector<std::byte> random_normal_bf16(std::int64_t count, double deviation, std::uint64_t seed);
+
+enum class Fill {
+  kNone,    // virtual memory that is never touched, for planning without running
+  kRandom,  // values whose outputs stay near 1
+};
+
+// Weights for `config` with experts and the shared expert in the given dtypes; only the local experts exist.
+Result<LayerWeights> make_weights(const MoeConfig& config, DType experts, DType shared, Fill fill, std::uint64_t seed,
+                                  int num_threads);
+// Bytes make_weights would map.
+std::int64_t weights_bytes(const MoeConfig& config, DType experts, DType shared);
+
+// Expert ids [T,S], distinct per token. kUniform: each equally likely. kZipf: expert e with weight 1/(e+1).
+// kOneExpert: every token's first slot is expert 0, the others uniform over the rest.
+enum class Route { kUniform, kZipf, kOneExpert };
+std::vector<std::int32_t> random_ids(Route route, std::int64_t num_tokens, std::int64_t top_k, std::int64_t num_experts,
+                                     std::uint64_t seed);
+
+}  // namespace sluice::cli

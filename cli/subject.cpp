@@ -1,0 +1,96 @@
+#include "subject.h"
+
+#include <fmt/format.h>
+
+#include "io/hf_config.h"
+#include "io/synth.h"
+
+namespace sluice::cli {
+
+namespace {
+
+Result<Subject> preset(const std::string& like, bool& usage) {
+  Result<nlohmann::json> root = io::config_like(like);
+  if (!root) {
+    usage = root.status().code() == StatusCode::kInvalidArgument;  // no such preset
+    return root.status().with_context("--like");
+  }
+  Result<io::HfConfig> config = io::parse_hf_config(*root, like);
+  if (!config) return config.status();
+  for (const auto& [layer, moe] : config->moe_layers) {
+    if (config->cannot_run.count(layer) != 0) continue;
+    Subject subject;
+    subject.title = like;
+    subject.config = moe;
+    subject.experts = config->quant.method == "fp8" ? DType::kE4M3 : DType::kBF16;
+    subject.shared = subject.experts;
+    return subject;
+  }
+  return Status(StatusCode::kUnsupported,
+                fmt::format("{}: no layer with experts that can run{}{}", like, config->cannot_run.empty() ? "" : ": ",
+                            config->cannot_run.empty() ? "" : config->cannot_run.begin()->second));
+}
+
+DType dtype_of_format(const std::string& format) {
+  if (format.rfind("e4m3", 0) == 0) return DType::kE4M3;
+  return format == "f32" ? DType::kF32 : DType::kBF16;
+}
+
+}  // namespace
+
+std::string preset_list() {
+  constexpr std::size_t kColumns = 84;
+  std::string text, line;
+  for (const std::string& name : io::preset_names()) {
+    if (line.size() + name.size() + 2 > kColumns) text += std::exchange(line, "") + ",\n";
+    line += (line.empty() ? "" : ", ") + name;
+  }
+  return text + line;
+}
+
+void add_subject(CLI::App& sub, SubjectOptions& options) {
+  sub.add_option("--model", options.model, "Checkpoint folder or .safetensors file")->type_name("MODEL");
+  sub.add_option("--layer", options.layer, "Layer number, with --model")->type_name("N");
+  sub.add_option(
+         "--like", options.like,
+         fmt::format("A preset or the path of a config.json, instead of a checkpoint. Presets:\n{}", preset_list()))
+      ->type_name("NAME");
+}
+
+Result<Subject> find_subject(const SubjectOptions& options, bool& usage) {
+  const auto refuse = [&](const char* text) {
+    usage = true;
+    return Status(StatusCode::kInvalidArgument, text);
+  };
+  if (options.model.empty() == options.like.empty()) return refuse("give either --model with --layer, or --like");
+  if (!options.like.empty()) {
+    if (options.layer != -1) return refuse("--layer goes with --model, not with --like");
+    return preset(options.like, usage);
+  }
+  if (options.layer == -1) return refuse("--model needs --layer");
+  Result<ModelLayer> model = open_layer(options.model, options.layer);
+  if (!model) return model.status();
+  Subject subject;
+  subject.title = fmt::format("{} layer {}", options.model, options.layer);
+  subject.config = model->info.config;
+  // Packed formats are dequantised to bf16 on load.
+  subject.experts = dtype_of_format(model->info.expert_format);
+  subject.shared = dtype_of_format(model->info.shared_format);
+  subject.model = std::move(*model);
+  return subject;
+}
+
+DType Subject::experts_for(Precision precision) const {
+  return precision == Precision::kBF16 && experts == DType::kE4M3 ? DType::kBF16 : experts;
+}
+
+DType Subject::shared_for(Precision precision) const {
+  return precision == Precision::kBF16 && shared == DType::kE4M3 ? DType::kBF16 : shared;
+}
+
+Status Subject::can_run(Precision precision) const {
+  if (model) return check_precision(model->info, precision);
+  return data_path(precision, experts_for(precision)).status();
+}
+
+}  // namespace sluice::cli

@@ -1,0 +1,40 @@
+// What explain and bench work on: a layer of a checkpoint, or of a preset that needs no files.
+#pragma once
+
+#include <optional>
+#include <string>
+
+#include "options.h"
+
+namespace sluice::cli {
+
+struct SubjectOptions {
+  std::string model;
+  std::int64_t layer = -1;
+  std::string like;
+};
+// --model and --layer, or --like; which of them were given is judged by find_subject.
+void add_subject(CLI::App& sub, SubjectOptions& options);
+
+// The names of the presets, wrapped for --help.
+std::string preset_list();
+
+struct Subject {
+  std::string title;  // "deepseek-v3" or "data/tiny-dsv3 layer 1"
+  MoeConfig config;
+  DType experts = DType::kBF16;  // as loaded for the precision the weights were made for
+  DType shared = DType::kBF16;
+  std::optional<ModelLayer> model;  // absent for a preset
+
+  // The dtypes the weights have when loaded for `precision`: bf16 dequantises e4m3.
+  DType experts_for(Precision precision) const;
+  DType shared_for(Precision precision) const;
+  // Ok when the weights fit, or why not.
+  Status can_run(Precision precision) const;
+};
+// `usage` is set when the options themselves are wrong.
+Result<Subject> find_subject(const SubjectOptions& options, bool& usage);
+
+inline constexpr Precision kAllPrecisions[] = {Precision::kW8A8, Precision::kW8A16, Precision::kBF16, Precision::kF32};
+
+}  // namespace sluice::cli
