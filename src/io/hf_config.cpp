@@ -309,8 +309,8 @@ Status read_quant(const json& root, const std::string& where, QuantConfig& quant
   const auto block = [&](const json& from, const char* key) -> Status {
     if (!from.contains(key) || from[key].is_null()) return Status::ok();
     const json& b = from[key];
-    if (!b.is_array() || b.size() != 2 || !b[0].is_number_unsigned() || !b[1].is_number_unsigned() || b[0] < 1 ||
-        b[1] < 1 || b[0] > 65536 || b[1] > 65536) {
+    const auto positive = [](const json& v) { return v.is_number_integer() && v >= 1 && v <= 65536; };
+    if (!b.is_array() || b.size() != 2 || !positive(b[0]) || !positive(b[1])) {
       return bad(
           fmt::format("{}: quantization_config '{}' is {}, expected two positive integers", where, key, shorten(b)));
     }
