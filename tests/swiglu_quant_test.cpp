@@ -195,6 +195,13 @@ TEST(SwigluQuant, GroupsOfEverySort) {
     s.h.fill_normal(1);
     run_and_check(s);
   }
+  // One expert that owns every row is the same as an offset array that says so.
+  Swiglu whole({.width = 130, .groups = {0, 300}, .capacity = 300});
+  whole.h.fill_normal(1);
+  Args of_all = whole.args();
+  of_all.groups = RowGroups::whole();
+  test::expect_same_every_way(impls(), of_all, {&whole.h}, {&whole.a, &whole.a_scale});
+  expect_right(whole);
   Swiglu none({.width = 130, .groups = {0, 0}, .capacity = 0});
   run_and_check(none);
   Args args = none.args();
