@@ -215,12 +215,11 @@ std::pair<std::vector<Candidate>, std::string> candidates(const Step& step, cons
 }
 
 // A gate GEMM seen as a grouped one with a single group, so that one comparison serves both.
-grouped_gemm::Args as_gemm(const gate::LogitsArgs& logits, std::vector<std::int32_t>& offset) {
+grouped_gemm::Args as_gemm(const gate::LogitsArgs& logits) {
   grouped_gemm::Args args;
-  const std::int64_t T = logits.x.shape[0], H = logits.x.shape[1], E = logits.w_gate.shape[0];
-  offset = {0, static_cast<std::int32_t>(T)};
+  const std::int64_t H = logits.x.shape[1], E = logits.w_gate.shape[0];
   args.a = logits.x;
-  args.groups = RowGroups::contiguous({TensorView::dense(offset.data(), DType::kI32, {2})});
+  args.groups = RowGroups::whole();
   args.w = TensorView::dense(logits.w_gate.data, logits.w_gate.dtype, {1, E, H});
   if (logits.router_bias.is_present()) args.bias = TensorView::dense(logits.router_bias.data, DType::kF32, {1, E});
   args.out = logits.logits;
@@ -292,7 +291,6 @@ Result<std::vector<Finding>> check_steps(Pipeline& pipeline, Scope scope, double
     // Empty when the step is no GEMM: then the contract defines every bit.
     std::vector<Sample> sampled;
     Snapshot want;
-    std::vector<std::int32_t> offset;
     std::int64_t num_rows = 0;
     const auto sample_gemm = [&](const grouped_gemm::Args& full) {
       num_rows = 0;
@@ -306,7 +304,7 @@ Result<std::vector<Finding>> check_steps(Pipeline& pipeline, Scope scope, double
       sample_gemm(*gemm);
       SLUICE_TRY(run_reference(sampled[0].args, machine).with_context(step.name + ": reference"));
     } else if (const auto* logits = std::get_if<gate::LogitsArgs>(&step.args)) {
-      sample_gemm(as_gemm(*logits, offset));
+      sample_gemm(as_gemm(*logits));
       gate::LogitsArgs rows = *logits;
       rows.x = sampled[0].args.a;
       rows.logits = sampled[0].args.out;

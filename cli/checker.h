@@ -30,7 +30,7 @@ struct Finding {
 Json to_json(const Finding& finding);
 
 // Multiplications spent on the double-precision reference of one GEMM; rows are sampled to stay within it.
-inline constexpr double kReferenceProducts = 3e8;
+inline constexpr double kReferenceProducts = 6e7;
 
 enum class Scope { kAll, kChosenOnly };
 

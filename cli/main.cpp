@@ -26,7 +26,7 @@ constexpr const char* kFooter =
     "  sluice check --model data/tiny-dsv3 --layer 1\n"
     "  sluice run --model data/tiny-dsv3 --layer 1 --input data/tiny-dsv3/golden.safetensors:layer1.x --output "
     "y.safetensors\n"
-    "  sluice synth --like qwen3-30b --layers 1 --out /tmp/qwen3\n";
+    "  sluice synth --like qwen3-30b --layers 1 --out qwen3-layer\n";
 
 // Commands describe themselves in a summary line and a paragraph; the list of commands shows the line only.
 class Formatter : public CLI::Formatter {

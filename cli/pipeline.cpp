@@ -220,11 +220,8 @@ Result<Pipeline> Pipeline::create(const MoeConfig& config, const LayerWeights& w
       packed.push_back({"rows_scale", all.rows_scale});
     }
     SLUICE_TRY(p.add("shared pack", "pack", all, std::move(packed)));
-    const TensorView offset = memory.make("shared offset", DType::kI32, {2});
-    offset.as<std::int32_t>()[0] = 0;
-    offset.as<std::int32_t>()[1] = static_cast<std::int32_t>(T);
-    SLUICE_TRY(p.add_ffn("shared ", weights.shared, RowGroups::contiguous({offset}), T, Is, *shared_path, all.rows,
-                         all.rows_scale, &p.y_shared_));
+    SLUICE_TRY(p.add_ffn("shared ", weights.shared, RowGroups::whole(), T, Is, *shared_path, all.rows, all.rows_scale,
+                         &p.y_shared_));
     combine.shared = p.y_shared_;
     if (config.has_shared_gate) {
       gate::LogitsArgs logit;

@@ -27,9 +27,9 @@ constexpr const char* kFooter =
     "relative. Layer numbers stay those of the model: `sluice inspect DIR` lists them.\n"
     "\n"
     "Examples:\n"
-    "  sluice synth --like qwen3-30b --layers 1 --out /tmp/qwen3\n"
-    "  sluice synth --like deepseek-v3 --layers 2 --experts 16 --hidden 1024 --intermediate 512 --out /tmp/small-dsv3\n"
-    "  sluice synth --like my/config.json --weights e4m3 --seed 7 --out /tmp/mine\n";
+    "  sluice synth --like qwen3-30b --layers 1 --out qwen3-layer\n"
+    "  sluice synth --like deepseek-v3 --layers 2 --experts 16 --hidden 1024 --intermediate 512 --out small-dsv3\n"
+    "  sluice synth --like my/config.json --weights e4m3 --seed 7 --out mine\n";
 
 Outcome synth(io::SynthRequest request, const std::string& weights, bool json) {
   if (weights == "bf16") request.weights = io::SynthWeights::kBF16;
