@@ -87,14 +87,12 @@ class Finder {
     if (text.empty()) return Status::ok();
     text.pop_back();  // the last separator
     text.pop_back();
-    return {StatusCode::kBadData,
-            fmt::format("{}layer {} of a {} checkpoint (H = {}, I = {}, E = {}): {}", prefix_note(prefix), files.layer,
-                        config_.family->name, files.config.hidden, files.config.intermediate, files.config.num_experts,
-                        text)};
+    return {StatusCode::kBadData, fmt::format("{}*: layer {} of a {} checkpoint (H = {}, I = {}, E = {}): {}", prefix,
+                                              files.layer, config_.family->name, files.config.hidden,
+                                              files.config.intermediate, files.config.num_experts, text)};
   }
 
  private:
-  static std::string prefix_note(const std::string& prefix) { return prefix.empty() ? "" : prefix + "*: "; }
   static std::string list(std::string_view what, const std::vector<std::string>& items) {
     if (items.empty()) return "";
     std::string text(what);
