@@ -33,7 +33,12 @@ std::uint64_t StreamSum(const std::uint8_t* data, std::int64_t num_bytes) {
     s2 = hn::Add(s2, at(2));
     s3 = hn::Add(s3, at(3));
   }
-  return hn::GetLane(hn::SumOfLanes(d, hn::Add(hn::Add(s0, s1), hn::Add(s2, s3))));
+  // Lane by lane: a vector reduction may add in signed arithmetic, and these sums wrap.
+  HWY_ALIGN std::uint64_t lane[hn::MaxLanes(d)];
+  hn::Store(hn::Add(hn::Add(s0, s1), hn::Add(s2, s3)), d, lane);
+  std::uint64_t sum = 0;
+  for (std::size_t i = 0; i < hn::Lanes(d); ++i) sum += lane[i];
+  return sum;
 }
 
 // 12 independent chains hide the latency of two FMA units of up to 6 cycles. Returns the flops done.

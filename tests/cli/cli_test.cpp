@@ -198,7 +198,8 @@ TEST_F(CliTest, RunForcesImplementations) {
   Crafted().write(model_);
   const Ran ran = sluice(run_args(input(3), path("y.safetensors"), {"--impl", "reference", "--json"}));
   ASSERT_EQ(ran.code, 0) << ran.err;
-  for (const auto& [stage, name] : ran.document()["implementations"].items()) EXPECT_EQ(name, "reference") << stage;
+  const nlohmann::json document = ran.document();  // items() would outlive a temporary
+  for (const auto& [stage, name] : document["implementations"].items()) EXPECT_EQ(name, "reference") << stage;
 }
 
 TEST_F(CliTest, RunRefusesToOverwriteWhatItReads) {
