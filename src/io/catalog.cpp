@@ -3,10 +3,11 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <fstream>
 #include <map>
 
 #include <nlohmann/json.hpp>
+
+#include "io/text_file.h"
 
 namespace sluice::io {
 namespace {
@@ -108,18 +109,24 @@ Status Catalog::add_all(std::shared_ptr<const SafetensorsFile> file) {
 
 Status Catalog::add_indexed(const fs::path& folder, const fs::path& index) {
   const std::string where = index.string();
-  std::ifstream stream(index, std::ios::binary);
-  if (!stream) return {StatusCode::kIoError, fmt::format("{}: cannot be read", where)};
   IndexHandler handler;
   bool parsed = false;
   try {
-    parsed = nlohmann::json::sax_parse(stream, &handler);
+    const Result<std::string> text = read_text(index, kMaxHeaderBytes);
+    if (!text) return text.status();
+    parsed = nlohmann::json::sax_parse(*text, &handler);
   } catch (const std::exception& e) {
     handler.error = e.what();
   }
   if (!parsed) return bad(fmt::format("{}: {}", where, handler.error));
   if (!handler.has_weight_map) return bad(fmt::format("{}: there is no 'weight_map'", where));
 
+  std::sort(handler.names.begin(), handler.names.end());
+  const auto same_name = [](const auto& a, const auto& b) { return a.first == b.first; };
+  if (const auto twice = std::adjacent_find(handler.names.begin(), handler.names.end(), same_name);
+      twice != handler.names.end()) {
+    return bad(fmt::format("{}: the tensor '{}' appears twice", where, twice->first));
+  }
   std::vector<std::string> missing;
   for (const std::string& shard : handler.shards) {
     if (!stays_inside(shard))

@@ -4,12 +4,12 @@
 
 #include <algorithm>
 #include <cmath>
-#include <fstream>
 #include <set>
 
 #include <nlohmann/json.hpp>
 
 #include "io/safetensors.h"
+#include "io/text_file.h"
 
 namespace sluice::io {
 namespace {
@@ -51,7 +51,8 @@ class Reader {
     for (std::string_view name : key.names) {
       const json* found = find(name);
       if (found == nullptr) continue;
-      if (found->is_array()) {
+      // A key of the whole model has no layer to index by, and is no list.
+      if (found->is_array() && num_layers_ > 0) {
         if (static_cast<std::int64_t>(found->size()) != num_layers_) {
           return bad(fmt::format("{}: '{}' is a list of {} values, but num_hidden_layers = {}", where_, name,
                                  found->size(), num_layers_));
@@ -401,20 +402,28 @@ Result<HfConfig> parse_hf_config(const json& root, const std::string& where) {
   return config;
 }
 
+// Configs are read into a document, which the JSON library copies and prints by recursion: deeper ones than any real
+// config would overflow the stack.
+constexpr int kMaxDepth = 64;
+constexpr std::uint64_t kMaxConfigBytes = std::uint64_t{64} << 20;
+
 Result<json> read_json(const std::filesystem::path& path) {
-  std::ifstream stream(path, std::ios::binary);
-  if (!stream) return Status(StatusCode::kNotFound, fmt::format("{}: cannot be opened", path.string()));
   std::vector<std::set<std::string>> keys;
   std::string twice;
-  const json::parser_callback_t watch = [&](int, json::parse_event_t event, json& value) {
+  bool too_deep = false;
+  const json::parser_callback_t watch = [&](int depth, json::parse_event_t event, json& value) {
     if (event == json::parse_event_t::object_start) keys.emplace_back();
     if (event == json::parse_event_t::object_end) keys.pop_back();
     if (event == json::parse_event_t::key && !keys.back().insert(value.get<std::string>()).second)
       twice = value.get<std::string>();
-    return true;
+    too_deep = too_deep || depth > kMaxDepth;
+    return depth <= kMaxDepth;
   };
   try {
-    json root = json::parse(stream, watch);
+    const Result<std::string> text = read_text(path, kMaxConfigBytes);
+    if (!text) return text.status();
+    json root = json::parse(*text, watch);
+    if (too_deep) return bad(fmt::format("{}: values are nested more than {} deep", path.string(), kMaxDepth));
     if (!twice.empty()) return bad(fmt::format("{}: the key '{}' appears twice", path.string(), twice));
     return root;
   } catch (const json::parse_error& e) {
@@ -448,12 +457,26 @@ std::vector<std::string_view> components(std::string_view path) {
 
 }  // namespace
 
+constexpr std::size_t kMaxPatternBytes = 1024;
+// Patterns come with the file. libstdc++'s default matcher backtracks, in time exponential in the text for some; its
+// other one is polynomial and lacks only back-references, which it refuses by name.
+#ifdef __GLIBCXX__
+constexpr auto kRegexFlags = std::regex_constants::ECMAScript | std::regex_constants::__polynomial;
+#else
+constexpr auto kRegexFlags = std::regex_constants::ECMAScript;
+#endif
+
 Result<IgnoreList> IgnoreList::compile(const std::vector<std::string>& patterns) {
   IgnoreList list;
   for (const std::string& pattern : patterns) {
     if (pattern.starts_with("re:")) {
+      // The standard library parses by recursion.
+      if (pattern.size() > kMaxPatternBytes) {
+        return bad(fmt::format("quantization_config: a regular expression of {} bytes, the limit is {}: '{}...'",
+                               pattern.size(), kMaxPatternBytes, pattern.substr(0, 40)));
+      }
       try {
-        list.regexes_.emplace_back(pattern.substr(3));
+        list.regexes_.emplace_back(pattern.substr(3), kRegexFlags);
       } catch (const std::regex_error& e) {
         return bad(fmt::format("quantization_config: '{}' is no regular expression: {}", pattern, e.what()));
       }

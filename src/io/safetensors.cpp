@@ -1,10 +1,8 @@
 // Reading: the header is judged completely before any tensor can be seen, because every later access trusts it.
 #include "io/safetensors.h"
 
-#include <fcntl.h>
 #include <fmt/format.h>
 #include <sys/mman.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -14,6 +12,8 @@
 #include <limits>
 
 #include <nlohmann/json.hpp>
+
+#include "io/text_file.h"
 
 // Tensor bytes are used where they lie; only the decode helpers below would survive another byte order.
 static_assert(std::endian::native == std::endian::little, "safetensors data is little endian; this host is not");
@@ -320,42 +320,20 @@ Status judge_start(std::string_view start, std::uint64_t length, std::uint64_t f
   return bad(fmt::format("the header of {} bytes does not begin with '{{'", length));
 }
 
-class FileDescriptor {
- public:
-  explicit FileDescriptor(int fd) : fd_(fd) {}
-  ~FileDescriptor() {
-    if (fd_ >= 0) ::close(fd_);
-  }
-  FileDescriptor(const FileDescriptor&) = delete;
-  FileDescriptor& operator=(const FileDescriptor&) = delete;
-  int get() const { return fd_; }
-
- private:
-  int fd_;
-};
-
 }  // namespace
 
 Result<std::shared_ptr<const SafetensorsFile>> SafetensorsFile::open(const std::filesystem::path& path) {
   const std::string where = path.string();
-  const FileDescriptor fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
-  if (fd.get() < 0) {
-    const int code = errno;
-    return Status(code == ENOENT ? StatusCode::kNotFound : StatusCode::kIoError,
-                  fmt::format("{}: {}", where, std::strerror(code)));
-  }
-  struct stat info {};
-  if (::fstat(fd.get(), &info) != 0)
-    return Status(StatusCode::kIoError, fmt::format("{}: {}", where, std::strerror(errno)));
-  if (!S_ISREG(info.st_mode)) return Status(StatusCode::kIoError, fmt::format("{}: not a regular file", where));
-  const auto file_bytes = static_cast<std::uint64_t>(info.st_size);
+  const Result<RegularFile> opened = RegularFile::open(path);
+  if (!opened) return opened.status();
+  const std::uint64_t file_bytes = opened->size_bytes();
   if (file_bytes < 8) {
     return Status(StatusCode::kBadData,
                   fmt::format("{}: the file has {} bytes, a safetensors file has at least 8", where, file_bytes));
   }
   std::shared_ptr<SafetensorsFile> file(new SafetensorsFile());
   file->path_ = path;
-  void* map = ::mmap(nullptr, file_bytes, PROT_READ, MAP_PRIVATE, fd.get(), 0);
+  void* map = ::mmap(nullptr, file_bytes, PROT_READ, MAP_PRIVATE, opened->fd(), 0);
   if (map == MAP_FAILED)
     return Status(StatusCode::kIoError,
                   fmt::format("{}: mmap of {} bytes: {}", where, file_bytes, std::strerror(errno)));

@@ -20,10 +20,16 @@ constexpr std::size_t kDataAlignment = 64;  // a cache line, so that views into 
 // The temporary file: unlinked unless it was committed by a rename.
 class TemporaryFile {
  public:
-  explicit TemporaryFile(const std::filesystem::path& target)
-      : target_(target.string()), path_(fmt::format("{}.tmp.{}", target_, ::getpid())) {
-    fd_ = ::open(path_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0644);
-    if (fd_ < 0) open_error_ = errno;
+  explicit TemporaryFile(const std::filesystem::path& target) : target_(target.string()) {
+    // The name does not grow with the target's, which may be as long as names can be. What a killed run left behind
+    // (in a container every run may have the same process id) is stepped over, not an error.
+    constexpr int kMaxTries = 1000;
+    for (int i = 0; i < kMaxTries; ++i) {
+      path_ = target.parent_path() / fmt::format(".sluice-{}-{}.tmp", ::getpid(), i);
+      fd_ = ::open(path_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0644);
+      open_error_ = fd_ < 0 ? errno : 0;
+      if (open_error_ != EEXIST) break;
+    }
   }
   ~TemporaryFile() {
     if (fd_ >= 0) ::close(fd_);
@@ -55,7 +61,8 @@ class TemporaryFile {
   Status failed(std::string_view what, int code) const {
     return {StatusCode::kIoError, fmt::format("{}: {}: {}", target_, what, std::strerror(code))};
   }
-  std::string target_, path_;
+  std::string target_;
+  std::filesystem::path path_;
   int fd_ = -1;
   int open_error_ = 0;
   bool committed_ = false;
