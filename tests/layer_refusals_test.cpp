@@ -1,8 +1,10 @@
 // What a layer refuses: each refusal names the tensor and the values, and nothing is written.
 #include "sluice/layer.h"
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <climits>
 #include <cmath>
 #include <functional>
 
@@ -71,6 +73,32 @@ TEST(LayerRefusals, CreateRefusesWhatCannotRun) {
       {"threads", [&] { return with(bf16, [](C&, W&, O& o) { o.machine.num_threads = 0; }); }, {"num_threads", "0"}},
       {"tokens", [&] { return with(bf16, [](C&, W&, O& o) { o.max_tokens = -1; }); }, {"max_tokens", "-1"}},
       {"rows", [&] { return with(bf16, [](C&, W&, O& o) { o.max_tokens = 1LL << 30; }); }, {"1073741824", "4"}},
+      // Sizes whose products would leave 64 bits.
+      {"hidden beyond 2^31",
+       [&] { return with(bf16, [](C& c, W&, O&) { c.hidden = INT64_MAX; }); },
+       {"hidden", "2^31"}},
+      {"intermediate beyond 2^31",
+       [&] { return with(bf16, [](C& c, W&, O&) { c.intermediate = INT64_MAX - 1; }); },
+       {"intermediate", "2^31"}},
+      {"shared beyond 2^31",
+       [&] { return with(bf16, [](C& c, W&, O&) { c.shared_intermediate = INT64_MAX; }); },
+       {"shared_intermediate", "2^31"}},
+      {"first expert huge",
+       [&] { return with(bf16, [](C& c, W&, O&) { c.first_expert = INT64_MAX; }); },
+       {"first_expert", "9223372036854775807"}},
+      {"local huge", [&] { return with(bf16, [](C& c, W&, O&) { c.num_local = INT64_MAX; }); }, {"num_local"}},
+      {"local negative", [&] { return with(bf16, [](C& c, W&, O&) { c.num_local = -1; }); }, {"num_local", "-1"}},
+      {"tokens huge", [&] { return with(bf16, [](C&, W&, O& o) { o.max_tokens = INT64_MAX; }); }, {"max_tokens"}},
+      {"rows huge", [&] { return with(bf16, [](C&, W&, O& o) { o.max_rows = INT64_MAX; }); }, {"max_rows"}},
+      {"rows per expert huge",
+       [&] { return with(bf16, [](C&, W&, O& o) { o.max_rows_per_expert = INT64_MAX; }); },
+       {"max_rows_per_expert"}},
+      {"rows per expert times L",
+       [&] { return with(bf16, [](C&, W&, O& o) { o.max_rows_per_expert = INT32_MAX; }); },
+       {"34359738352 rows"}},
+      {"threads huge",
+       [&] { return with(bf16, [](C&, W&, O& o) { o.machine.num_threads = INT_MAX; }); },
+       {"num_threads", "4096"}},
       {"unknown impl",
        [&] { return with(bf16, [](C&, W&, O& o) { o.selection["*"].forced = "abacus"; }); },
        {"abacus", "reference"}},
@@ -86,6 +114,36 @@ TEST(LayerRefusals, CreateRefusesWhatCannotRun) {
        [&] { return with(bf16, [](C&, W&, O& o) { o.machine.device.kind = DeviceKind::kCuda; }); },
        {"cuda"}},
   });
+}
+
+// A gate and weights that exist only as sizes: planning them may not overflow, whatever they claim.
+TEST(LayerRefusals, WorkspaceBeyondAnyMemoryIsRefused) {
+  MoeConfig config;
+  config.hidden = config.intermediate = std::int64_t{1} << 31;
+  config.num_experts = config.top_k = 1;
+  LayerWeights weights;
+  float nothing = 0;
+  weights.w_gate = TensorView::dense(&nothing, DType::kF32, {1, config.hidden});
+  weights.experts.w13 = TensorView::dense(&nothing, DType::kF32, {1, 2 * config.intermediate, config.hidden});
+  weights.experts.w2 = TensorView::dense(&nothing, DType::kF32, {1, config.hidden, config.intermediate});
+  LayerOptions options;
+  options.max_tokens = INT32_MAX;
+  const Status status = Layer::create(config, weights, options).status();
+  EXPECT_FALSE(status.is_ok());
+  EXPECT_THAT(status.message(), testing::AnyOf(testing::HasSubstr("2^60"), testing::HasSubstr("can be addressed")));
+}
+
+TEST(LayerRefusals, AMovedFromLayerSaysSo) {
+  const RandomLayer m = random_layer(small_config(), {});
+  Layer layer = make_layer(m, options_for(Precision::kBF16, 8));
+  const Layer taken = std::move(layer);
+  const Buffer x = random_x(1, 256);
+  Buffer out(DType::kF32, {1, 256});
+  const std::string said = "the layer was moved from";
+  EXPECT_THAT(layer.forward(x.view(), out.view(), {}).message(), testing::HasSubstr(said));        // NOLINT
+  EXPECT_THAT(layer.forward_routed({}, out.view(), {}).message(), testing::HasSubstr(said));       // NOLINT
+  EXPECT_THAT(layer.forward_grouped({}, {}, out.view(), {}).message(), testing::HasSubstr(said));  // NOLINT
+  EXPECT_THAT(layer.forward_masked({}, {}, out.view(), {}).message(), testing::HasSubstr(said));   // NOLINT
 }
 
 TEST(LayerRefusals, ForwardRefusesBadTensors) {

@@ -86,18 +86,24 @@ Status validate(const MoeConfig& config) {
   const auto refuse = [](std::string text) {
     return Status(StatusCode::kInvalidArgument, "config: " + std::move(text));
   };
-  if (config.hidden < 1) return refuse(fmt::format("hidden = {} must be at least 1", config.hidden));
-  if (config.intermediate < 1) return refuse(fmt::format("intermediate = {} must be at least 1", config.intermediate));
-  if (config.shared_intermediate < 0)
-    return refuse(fmt::format("shared_intermediate = {} is negative", config.shared_intermediate));
+  // Twice an extent and its blocks are computed all over the layer: they must stay far inside 64 bits.
+  constexpr std::int64_t kMaxExtent = std::int64_t{1} << 31;
+  const auto check_extent = [&](std::string_view name, std::int64_t extent, std::int64_t low) -> Status {
+    if (extent >= low && extent <= kMaxExtent) return Status::ok();
+    return refuse(fmt::format("{} = {} is not between {} and 2^31", name, extent, low));
+  };
+  SLUICE_TRY(check_extent("hidden", config.hidden, 1));
+  SLUICE_TRY(check_extent("intermediate", config.intermediate, 1));
+  SLUICE_TRY(check_extent("shared_intermediate", config.shared_intermediate, 0));
   if (config.has_shared_gate && config.shared_intermediate == 0) {
     return refuse("has_shared_gate is set, but shared_intermediate = 0");
   }
   SLUICE_TRY(validate(config.gate, config.num_experts, config.top_k));
+  if (config.num_local < 0) return refuse(fmt::format("num_local = {} is negative", config.num_local));
   const std::int64_t local = num_local(config);
-  if (config.first_expert < 0 || local < 0 || config.first_expert + local > config.num_experts) {
-    return refuse(fmt::format("local experts [{}, {}) are not inside [0, num_experts = {})", config.first_expert,
-                              config.first_expert + local, config.num_experts));
+  if (config.first_expert < 0 || local > config.num_experts || config.first_expert > config.num_experts - local) {
+    return refuse(fmt::format("num_local = {} experts from first_expert = {} on are not inside [0, num_experts = {})",
+                              local, config.first_expert, config.num_experts));
   }
   // One scaled copy of the token per expert would be needed.
   if (config.weight_on_input && config.top_k != 1) {

@@ -111,6 +111,12 @@ std::string TensorSpec::to_string() const {
   return text + "] " + dtypes.to_string();
 }
 
+// Extents come from callers and files: any product of them must stay defined.
+static std::int64_t saturating_product(std::int64_t a, std::int64_t b) {
+  std::int64_t product = 0;
+  return __builtin_mul_overflow(a, b, &product) ? std::numeric_limits<std::int64_t>::max() : product;
+}
+
 TensorView TensorView::dense(const void* data, DType dtype, std::initializer_list<std::int64_t> shape, Device device) {
   TensorView view;
   view.data = const_cast<void*>(data);
@@ -120,15 +126,9 @@ TensorView TensorView::dense(const void* data, DType dtype, std::initializer_lis
   std::int64_t stride = 1;
   for (int i = view.rank - 1; i >= 0; --i) {
     view.stride[static_cast<std::size_t>(i)] = stride;
-    stride *= std::max<std::int64_t>(view.shape[static_cast<std::size_t>(i)], 1);
+    stride = saturating_product(stride, std::max<std::int64_t>(view.shape[static_cast<std::size_t>(i)], 1));
   }
   return view;
-}
-
-// Extents come from callers and files: any product of them must stay defined.
-static std::int64_t saturating_product(std::int64_t a, std::int64_t b) {
-  std::int64_t product = 0;
-  return __builtin_mul_overflow(a, b, &product) ? std::numeric_limits<std::int64_t>::max() : product;
 }
 
 std::int64_t TensorView::num_elements() const {
@@ -145,7 +145,7 @@ bool TensorView::is_dense() const {
   for (int i = rank - 1; i >= 0; --i) {
     const std::size_t axis = static_cast<std::size_t>(i);
     if (shape[axis] > 1 && stride[axis] != expected) return false;
-    expected *= std::max<std::int64_t>(shape[axis], 1);
+    expected = saturating_product(expected, std::max<std::int64_t>(shape[axis], 1));
   }
   return true;
 }

@@ -32,6 +32,8 @@ Status begin(const Layer::State& s, std::int64_t num_tokens, std::int64_t num_ro
   return Status::ok();
 }
 
+Status moved_from() { return {StatusCode::kInvalidArgument, "forward: the layer was moved from"}; }
+
 Status check_tokens(const Layer::State& s, std::int64_t num_tokens) {
   if (num_tokens <= s.options.max_tokens) return Status::ok();
   return {StatusCode::kInvalidArgument,
@@ -94,6 +96,7 @@ Status run_routed(const Layer::State& s, Call& call, const TensorView& x, const 
 }  // namespace
 
 Status Layer::forward(const TensorView& x, const TensorView& out, const Routing& routing, const Ctx& ctx) const {
+  if (state_ == nullptr) return moved_from();
   const State& s = *state_;
   SLUICE_TRY(check_call(s, x, out, routing.topk_idx, routing.topk_weight, routing.counters));
   if (x.dtype == DType::kE4M3) {
@@ -111,6 +114,7 @@ Status Layer::forward(const TensorView& x, const TensorView& out, const Routing&
 }
 
 Status Layer::forward_routed(const RoutedInput& input, const TensorView& out, const Ctx& ctx) const {
+  if (state_ == nullptr) return moved_from();
   const State& s = *state_;
   const TensorView& x = input.x;
   SLUICE_TRY(check_call(s, x, out, input.topk_idx, input.topk_weight, input.counters));
@@ -173,6 +177,7 @@ TensorView slice_rows_of_scale(TensorView scale, std::int64_t begin, std::int64_
 
 Status Layer::forward_grouped(const Rows& rows, const ExpertOffsets& expert_offset, const TensorView& out,
                               const Ctx& ctx) const {
+  if (state_ == nullptr) return moved_from();
   const State& s = *state_;
   SLUICE_TRY(check_rows(s, "forward_grouped", rows, out));
   const std::int64_t num_rows = rows.data.shape[0];
@@ -196,6 +201,7 @@ Status Layer::forward_grouped(const Rows& rows, const ExpertOffsets& expert_offs
 
 Status Layer::forward_masked(const Rows& rows, const TensorView& num_rows, const TensorView& out,
                              const Ctx& ctx) const {
+  if (state_ == nullptr) return moved_from();
   const State& s = *state_;
   SLUICE_TRY(check_rows(s, "forward_masked", rows, out));
   const std::int64_t num_groups = num_local(s.config);

@@ -115,16 +115,22 @@ Status resolve_all(Layer::State& s) {
                  fmt::format("y {} -> {}", b.routed.y.to_string(), out.to_string()), s.combine);
 }
 
+// The threading library ends the process when it cannot start a thread, so absurd counts must not reach it.
+constexpr int kMaxThreads = 4096;
+
 Status check_options(const LayerOptions& o) {
   const auto refuse = [](std::string text) {
     return Status(StatusCode::kInvalidArgument, "options: " + std::move(text));
   };
-  if (o.max_tokens < 0) return refuse(fmt::format("max_tokens = {} is negative", o.max_tokens));
-  if (o.max_rows < 0) return refuse(fmt::format("max_rows = {} is negative", o.max_rows));
-  if (o.max_rows_per_expert < 0)
-    return refuse(fmt::format("max_rows_per_expert = {} is negative", o.max_rows_per_expert));
-  if (o.machine.num_threads < 1)
-    return refuse(fmt::format("machine.num_threads = {} must be at least 1", o.machine.num_threads));
+  for (const auto& [value, name] : {std::pair(o.max_tokens, "max_tokens"), std::pair(o.max_rows, "max_rows"),
+                                    std::pair(o.max_rows_per_expert, "max_rows_per_expert")}) {
+    if (value < 0) return refuse(fmt::format("{} = {} is negative", name, value));
+    // Before they are multiplied by S or L; row numbers are i32 in any case.
+    if (value > INT32_MAX) return refuse(fmt::format("{} = {} is more than 2^31-1", name, value));
+  }
+  if (o.machine.num_threads < 1 || o.machine.num_threads > kMaxThreads) {
+    return refuse(fmt::format("machine.num_threads = {} is not between 1 and {}", o.machine.num_threads, kMaxThreads));
+  }
   if (o.transport == nullptr) return refuse("transport is null");
   return check_selection_keys(o);
 }
@@ -171,6 +177,13 @@ Result<Layer> Layer::create(const MoeConfig& config, LayerWeights weights, const
       bytes = rows.used_bytes();
       state->items = std::move(items);
     }
+  }
+  if (bytes >= Arena::kMaxBytes) {
+    return Status(
+        StatusCode::kInvalidArgument,
+        fmt::format("options: the workspace would take more than 2^60 bytes (max_tokens = {}, {} rows, H = {}, "
+                    "I = {})",
+                    options.max_tokens, state->max_rows(), config.hidden, config.intermediate));
   }
   state->workspace_bytes = bytes + Arena::kAlignBytes;
   return Layer(std::move(state));

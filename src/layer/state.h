@@ -16,6 +16,7 @@ namespace sluice {
 class Arena {
  public:
   static constexpr std::int64_t kAlignBytes = 64;
+  static constexpr std::int64_t kMaxBytes = std::int64_t{1} << 60;  // where counting stops; Layer::create refuses it
 
   Arena(std::byte* base, Device device, std::vector<WorkspaceItem>* items = nullptr)
       : base_(base), device_(device), items_(items) {}

@@ -10,7 +10,7 @@ namespace sluice {
 std::byte* Arena::advance(std::string_view what, std::int64_t bytes) {
   std::byte* const place = base_ == nullptr ? nullptr : base_ + used_;
   if (items_ != nullptr && bytes > 0) items_->push_back({std::string(what), used_, bytes});
-  used_ += ceil_div(bytes, kAlignBytes) * kAlignBytes;
+  used_ = std::min(used_ + ceil_div(std::min(bytes, kMaxBytes), kAlignBytes) * kAlignBytes, kMaxBytes);
   return place;
 }
 
