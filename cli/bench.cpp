@@ -396,7 +396,7 @@ Outcome bench(const BenchOptions& options, bool json) {
     if (json) {
       print_json({{"row", "failed"}, {"detail", failure}}, true);
     }
-    fmt::print(stderr, "sluice: not timed, the check failed: {}\n", failure);
+    say(fmt::format("sluice: not timed, the check failed: {}\n", failure));
   }
   return kExitCheckFailed;
 }

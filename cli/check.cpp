@@ -112,8 +112,13 @@ Result<Finding> against_exact(const MoeConfig& config, const LayerWeights& weigh
     const std::int64_t t = tokens[static_cast<std::size_t>(i)];
     double error2 = 0, want2 = 0, parts2 = 0;
     for (std::int64_t h = 0; h < H; ++h) {
-      const double want = value(pipeline->out(), i, h), error = got.y[static_cast<std::size_t>(t * H + h)] - want;
-      error2 += error * error;
+      const double want = value(pipeline->out(), i, h), y = got.y[static_cast<std::size_t>(t * H + h)];
+      // NaN weights give NaN in both: that is agreement, and says nothing about the other columns.
+      if (y == want || (std::isnan(y) && std::isnan(want))) {
+        want2 += std::isfinite(want) ? want * want : 0;
+        continue;
+      }
+      error2 += (y - want) * (y - want);
       want2 += want * want;
     }
     for (std::int64_t s = 0; s < S; ++s) {

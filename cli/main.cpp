@@ -1,6 +1,12 @@
 // The `sluice` command: registers the commands, runs the one that was asked for, maps its end to an exit code.
 #include <fmt/format.h>
 
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
 #include <exception>
 #include <string_view>
 
@@ -70,11 +76,30 @@ int run(int argc, char** argv) {
 
 }  // namespace
 
+// A closed standard stream would hand its number to the next file that is opened, and messages would go into that file.
+// Reading-only for the outputs: what is written there must still fail, and be noticed.
+void occupy_standard_streams() {
+  for (int fd = 0; fd <= 2; ++fd) {
+    if (::fcntl(fd, F_GETFD) == -1 && errno == EBADF) {
+      [[maybe_unused]] const int taken = ::open("/dev/null", fd == 0 ? O_WRONLY : O_RDONLY);
+    }
+  }
+}
+
+// A full disk or a closed stream shows only when the buffer is written: a result that did not arrive is no success.
+int finish(int exit_code) {
+  if (std::fflush(stdout) == 0 && std::ferror(stdout) == 0) return exit_code;
+  sluice::cli::say(fmt::format("sluice: error: cannot write to the standard output: {}\n", std::strerror(errno)));
+  return exit_code == sluice::cli::kExitOk ? sluice::cli::kExitInternal : exit_code;
+}
+
 int main(int argc, char** argv) {
+  occupy_standard_streams();
   try {
-    return run(argc, argv);
+    return finish(run(argc, argv));
   } catch (const std::exception& error) {
-    fmt::print(stderr, "sluice: error: internal: {}\n", error.what());
+    if (std::ferror(stdout) != 0) return finish(sluice::cli::kExitOk);
+    sluice::cli::say(fmt::format("sluice: error: internal: {}\n", error.what()));
     return sluice::cli::kExitInternal;
   }
 }

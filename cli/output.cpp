@@ -7,6 +7,21 @@
 
 namespace sluice::cli {
 
+namespace {
+
+// Messages quote names from files; a terminal would obey the control characters in them.
+std::string printable(const std::string& message) {
+  std::string text;
+  for (const char c : message) {
+    const auto byte = static_cast<unsigned char>(c);
+    text +=
+        (byte < 0x20 && c != '\n' && c != '\t') || byte == 0x7F ? fmt::format("\\x{:02x}", byte) : std::string(1, c);
+  }
+  return text;
+}
+
+}  // namespace
+
 Outcome::Outcome(Status failure)
     : exit_code(failure.is_ok()                           ? kExitOk
                 : failure.code() == StatusCode::kInternal ? kExitInternal
@@ -21,7 +36,7 @@ Outcome Outcome::usage(std::string message) {
 
 int report(const Outcome& outcome, bool json) {
   if (outcome.status.is_ok()) return outcome.exit_code;
-  fmt::print(stderr, "sluice: error: {}\n", outcome.status.message());
+  say(fmt::format("sluice: error: {}\n", printable(outcome.status.message())));
   if (json) {
     print_json({{"error",
                  {{"code", to_string(outcome.status.code())},
@@ -31,7 +46,9 @@ int report(const Outcome& outcome, bool json) {
   return outcome.exit_code;
 }
 
-void warn(const std::string& message) { fmt::print(stderr, "sluice: warning: {}\n", message); }
+void warn(const std::string& message) { say(fmt::format("sluice: warning: {}\n", printable(message))); }
+
+void say(const std::string& text) { std::fputs(text.c_str(), stderr); }
 
 void print_json(const Json& document, bool line) {
   // Names come from files: bytes that are no UTF-8 are replaced, never thrown on.

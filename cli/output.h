@@ -32,6 +32,8 @@ struct Outcome {
 // Prints "sluice: error: ..." to stderr and, with `json`, {"error": {...}} to stdout. Returns the exit code.
 int report(const Outcome& outcome, bool json);
 void warn(const std::string& message);
+// To stderr as it is. A closed or full stderr is nobody's error: printing there never throws and never fails a command.
+void say(const std::string& text);
 // One document, indented; or one line (`line`), for programs that read rows as they come.
 void print_json(const Json& document, bool line = false);
 

@@ -29,7 +29,7 @@ Progress::Progress(std::string label, Unit unit) : label_(std::move(label)), uni
 }
 
 Progress::~Progress() {
-  if (is_drawn_) fmt::print(stderr, "\r\x1b[K");
+  if (is_drawn_) say("\r\x1b[K");
 }
 
 void Progress::update(std::int64_t done, std::int64_t total) {
@@ -44,8 +44,8 @@ void Progress::update(std::int64_t done, std::int64_t total) {
   const int room = terminal_columns(STDERR_FILENO, 80) - static_cast<int>(label_.size() + amount.size()) - 12;
   const int width = std::clamp(room, 0, 40);
   const int filled = static_cast<int>(share * width);
-  fmt::print(stderr, "\r{} [{}{}] {:3.0f} % {}\x1b[K", label_, std::string(static_cast<std::size_t>(filled), '#'),
-             std::string(static_cast<std::size_t>(width - filled), '.'), share * 100, amount);
+  say(fmt::format("\r{} [{}{}] {:3.0f} % {}\x1b[K", label_, std::string(static_cast<std::size_t>(filled), '#'),
+                  std::string(static_cast<std::size_t>(width - filled), '.'), share * 100, amount));
   std::fflush(stderr);
 }
 

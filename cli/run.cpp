@@ -63,6 +63,7 @@ Status check_output(const std::string& output, const std::string& input, const s
   };
   std::error_code ec;
   if (fs::is_directory(output, ec)) return refuse("is a folder");
+  if (fs::path(output).filename().empty()) return refuse("names no file");
   fs::path parent = fs::path(output).parent_path();
   if (parent.empty()) parent = ".";
   if (!fs::is_directory(parent, ec)) return refuse(fmt::format("the folder {} does not exist", parent.string()));

@@ -226,6 +226,55 @@ TEST_F(CliTest, RunReplacesAnOldOutputOnlyWhenItSucceeds) {
   EXPECT_EQ(Written(out).header["y"]["shape"], json({3, 64}));
 }
 
+TEST_F(CliTest, OutputsThatNameNoFileAreUsageErrors) {
+  Crafted().write(model_);
+  expect_refused(run_args(input(3), ""), 2, {"--output"});
+  expect_refused(run_args(input(3), path("absent/")), 2, {"--output"});
+}
+
+// What could not be printed was not delivered; what could not be said on stderr changes nothing.
+TEST_F(CliTest, StandardStreamsThatAreFullOrClosed) {
+  Crafted().write(model_);
+  const auto code = [&](const std::vector<std::string>& arguments, const std::string& redirect) {
+    std::string line = quoted(SLUICE_CLI);
+    for (const std::string& argument : arguments) line += " " + quoted(argument);
+    const int status = std::system((line + " " + redirect).c_str());
+    return WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status);
+  };
+  const std::string out = path("y.safetensors"), said = path("said");
+  const std::vector<std::vector<std::string>> commands = {{"inspect", model()},
+                                                          {"inspect", model(), "--json"},
+                                                          {"explain", "--model", model(), "--layer", "1"},
+                                                          run_args(input(3), out),
+                                                          {"--help"}};
+  for (const auto& arguments : commands) {
+    for (const char* redirect : {">/dev/full", ">&-"}) {
+      SCOPED_TRACE(arguments[0] + " " + redirect);
+      EXPECT_EQ(code(arguments, redirect + (" 2>" + said)), 4);
+      EXPECT_THAT(read_file(said), HasSubstr("cannot write to the standard output"));
+    }
+    for (const char* redirect : {"2>/dev/full", "2>&-", "<&- 2>&-"}) {
+      EXPECT_EQ(code(arguments, redirect + std::string(" >/dev/null")), 0) << arguments[0] << " " << redirect;
+    }
+  }
+  for (const char* redirect : {"2>/dev/full", "2>&-"}) {
+    EXPECT_EQ(code({"inspect", path("nowhere")}, redirect + std::string(" >/dev/null")), 3) << redirect;
+  }
+  // With every stream closed the output file would be the first to be opened: nothing but tensors may reach it.
+  fs::remove(out);
+  EXPECT_EQ(code(run_args(input(3), out), "<&- >&- 2>&-"), 4);
+  EXPECT_EQ(Written(out).header["y"]["shape"], json({3, 64}));
+}
+
+TEST_F(CliTest, MessagesDoNotSpeakToTheTerminal) {
+  Crafted crafted;
+  crafted.config["model_type"] = "deep\x1b[2J\rseek";
+  crafted.write(model_);
+  const Ran ran = sluice({"inspect", model()});  // which also judges that no escape is in it
+  EXPECT_EQ(ran.code, 3);
+  EXPECT_THAT(ran.err, HasSubstr("deep\\x1b[2J\\x0dseek"));
+}
+
 TEST_F(CliTest, RunReportsNonFiniteInput) {
   Crafted().write(model_);
   std::string rows = bf16_values(3 * 64);
