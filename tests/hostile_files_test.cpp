@@ -62,7 +62,7 @@ TEST_F(HostileFiles, WhatIsNoRegularFileIsRefusedByName) {
     ASSERT_EQ(::mkfifo(file.c_str(), 0600), 0);
     expect_refused("not a regular file");
     fs::create_directory(file);
-    expect_refused("is a folder");
+    expect_refused("a folder, not a regular file");
     fs::create_symlink("/dev/zero", file);  // never ends
     expect_refused("not a regular file");
     fs::create_symlink(file, file);

@@ -101,9 +101,11 @@ Status validate(const MoeConfig& config) {
   SLUICE_TRY(validate(config.gate, config.num_experts, config.top_k));
   if (config.num_local < 0) return refuse(fmt::format("num_local = {} is negative", config.num_local));
   const std::int64_t local = num_local(config);
-  if (config.first_expert < 0 || local > config.num_experts || config.first_expert > config.num_experts - local) {
-    return refuse(fmt::format("num_local = {} experts from first_expert = {} on are not inside [0, num_experts = {})",
-                              local, config.first_expert, config.num_experts));
+  std::int64_t local_end = 0;
+  const bool overflows = __builtin_add_overflow(config.first_expert, local, &local_end);
+  if (overflows || config.first_expert < 0 || local_end > config.num_experts) {
+    return refuse(fmt::format("local experts [{}, {}) are not inside [0, num_experts = {})", config.first_expert,
+                              overflows ? INT64_MAX : local_end, config.num_experts));
   }
   // One scaled copy of the token per expert would be needed.
   if (config.weight_on_input && config.top_k != 1) {

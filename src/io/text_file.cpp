@@ -27,7 +27,7 @@ Result<RegularFile> RegularFile::open(const std::filesystem::path& path) {
   if (!S_ISREG(info.st_mode)) {
     return Status(StatusCode::kIoError,
                   fmt::format("{}: {}", path.string(),
-                              S_ISDIR(info.st_mode) ? "is a folder, expected a file" : "not a regular file"));
+                              S_ISDIR(info.st_mode) ? "a folder, not a regular file" : "not a regular file"));
   }
   file.size_bytes_ = static_cast<std::uint64_t>(info.st_size);
   return file;
