@@ -200,6 +200,29 @@ TEST(GroupedGemmCases, Case45_TheBlockIs128AndNotAGuessFromTheShapes) {
   EXPECT_THAT(grouped_gemm::check(args).message(), HasSubstr("axis 1 (Nb) is 7, expected 8"));
 }
 
+// Half of K with all of its scales is no smaller group: the block is 128 whatever the shapes would divide to.
+TEST(GroupedGemmCases, Case50_ScalesThatWereNotShardedAlongKAreRefused) {
+  Problem whole({.counts = {2}, .n = 64, .k = 512, .a = DType::kF32, .w = DType::kE4M3, .unowned_rows = 0});
+  whole.a.fill_integers(1, -2, 2);
+  whole.w.fill_integers(2, -2, 2);
+  whole.w_scale.fill_powers_of_two(3);
+  const Buffer want = run(whole);
+  std::vector<double> sum(2 * 64, 0.0);
+  for (std::int64_t rank = 0; rank < 2; ++rank) {
+    Problem half({.counts = {2}, .n = 64, .k = 256, .a = DType::kF32, .w = DType::kE4M3, .unowned_rows = 0});
+    half.a.fill_with([&](std::int64_t i) { return whole.a.at(i / 256 * 512 + rank * 256 + i % 256); });
+    half.w.fill_with([&](std::int64_t i) { return whole.w.at(i / 256 * 512 + rank * 256 + i % 256); });
+    half.w_scale.fill_with([&](std::int64_t i) { return whole.w_scale.at(rank * 2 + i); });
+    const Buffer out = run(half);
+    for (std::size_t i = 0; i < sum.size(); ++i) sum[i] += out.at(static_cast<std::int64_t>(i));
+    grouped_gemm::Args args = half.args;
+    args.out = out.view();
+    args.w_scale = whole.w_scale.view();
+    EXPECT_THAT(grouped_gemm::check(args).message(), HasSubstr("axis 2 (Kb) is 4, expected 2"));
+  }
+  for (std::size_t i = 0; i < sum.size(); ++i) EXPECT_EQ(sum[i], want.at(static_cast<std::int64_t>(i)));
+}
+
 TEST(GroupedGemmCases, Case46_BothScaleOrdersByStrideAndNoOther) {
   for (bool by_row : {false, true}) {
     Problem p({.counts = {3},
