@@ -4,10 +4,12 @@
 #include <chrono>
 #include <cmath>
 #include <filesystem>
+#include <set>
 
 #include "commands.h"
 #include "input.h"
 #include "interrupt.h"
+#include "io/hf_config.h"
 #include "io/safetensors.h"
 #include "layer_runner.h"
 #include "options.h"
@@ -78,6 +80,20 @@ Status check_output(const std::string& output, const std::string& input, const s
     if (name.find(".safetensors") != std::string::npos || name == "config.json") {
       return refuse(fmt::format("is {} of the model's folder", name));
     }
+  }
+  // An index may name shards in folders below.
+  const fs::path index = folder / "model.safetensors.index.json";
+  if (!fs::is_regular_file(index, ec)) return {};
+  const auto document = io::read_json(index);
+  if (!document) return document.status();
+  std::set<std::string> shards;
+  if (const auto map = document->find("weight_map"); map != document->end() && map->is_object()) {
+    for (const auto& shard : *map) {
+      if (shard.is_string()) shards.insert(shard.get<std::string>());
+    }
+  }
+  for (const std::string& shard : shards) {
+    if (fs::equivalent(folder / shard, output, ec)) return refuse(fmt::format("is {}, a shard of the model", shard));
   }
   return {};
 }

@@ -211,6 +211,12 @@ TEST_F(CliTest, RunRefusesToOverwriteWhatItReads) {
   expect_refused(run_args(x, (model_ / "model.safetensors").string()), 2, {"model.safetensors"});
   expect_refused(run_args(x, (model_ / "config.json").string()), 2, {"config.json"});
   expect_refused(run_args(x, model()), 2, {"folder"});
+  Crafted sharded;
+  sharded.set_index("shards/a.safetensors");
+  sharded.write(model_);
+  fs::create_directory(model_ / "shards");
+  fs::rename(model_ / "model.safetensors", model_ / "shards/a.safetensors");
+  expect_refused(run_args(x, (model_ / "shards/a.safetensors").string()), 2, {"shards/a.safetensors"});
   expect_refused(run_args(x, path("no/such/folder/y")), 2, {"no/such/folder"});
   expect_refused(run_args(x, path("y"), {"--precision", "w8a8"}), 3, {"w8a8", "bf16"});
   EXPECT_EQ(sluice({"inspect", model()}).code, 0) << "the model must be whole still";
