@@ -308,6 +308,20 @@ TEST_F(CliTest, CheckPassesOnTiny) {
   EXPECT_THAT(text.out, HasSubstr("0 failed"));
 }
 
+// NaN weights are the checkpoint's, not an implementation's: equal NaN is agreement.
+TEST_F(CliTest, CheckOfNanWeightsAgreesWithTheReference) {
+  Crafted crafted;
+  for (Tensor& tensor : crafted.tensors) {
+    if (tensor.name.find("down_proj") == std::string::npos) continue;
+    for (std::size_t i = 0; i < tensor.bytes.size(); i += 2) tensor.bytes[i] = '\xC0', tensor.bytes[i + 1] = '\x7F';
+  }
+  crafted.build();
+  crafted.write(model_);
+  const Ran ran = sluice({"check", "--model", model(), "--layer", "1", "--tokens", "3"});
+  EXPECT_EQ(ran.code, 0) << ran.out;
+  EXPECT_THAT(ran.err, HasSubstr("NaN weights"));
+}
+
 TEST_F(CliTest, ExplainNamesEveryStageAndItsWorkspace) {
   const Ran ran = sluice({"explain", "--model", kTiny, "--layer", "1", "--json", "--precision", "w8a8"});
   ASSERT_EQ(ran.code, 0) << ran.err;
