@@ -1,12 +1,12 @@
 // Read bandwidth and FMA rate, measured with the widest vectors the machine has.
 #include "cpu/ceilings.h"
 
-#include <omp.h>
-
 #include <algorithm>
+#include <barrier>
 #include <chrono>
 #include <cstdlib>
 #include <memory>
+#include <thread>
 #include <vector>
 
 #define HWY_DISABLED_TARGETS (HWY_SSSE3 | HWY_AVX3_DL)
@@ -79,19 +79,28 @@ HWY_EXPORT(FmaLoop);
 namespace {
 double now_s() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
+// One thread per worker, for as long as a measurement lasts: a ceiling needs every core at the same moment, which a
+// shared pool does not promise.
+template <class Body>
+void on_threads(int num_threads, const Body& body) {
+  std::vector<std::jthread> threads;
+  for (int t = 0; t < num_threads; ++t) threads.emplace_back([&body, t] { body(t); });
+}
+
 // Seconds between the barrier before the first worker and the barrier after the last; the best of `repeats`.
 template <class Body>
 double best_seconds(int num_threads, int repeats, const Body& body) {
   double best = 1e30;
-#pragma omp parallel num_threads(num_threads)
-  for (int r = 0; r < repeats; ++r) {
-#pragma omp barrier
-    const double start = now_s();
-    body(omp_get_thread_num());
-#pragma omp barrier
-#pragma omp master
-    best = std::min(best, now_s() - start);
-  }
+  std::barrier<> barrier(num_threads);
+  on_threads(num_threads, [&](int t) {
+    for (int r = 0; r < repeats; ++r) {
+      barrier.arrive_and_wait();
+      const double start = now_s();
+      body(t);
+      barrier.arrive_and_wait();
+      if (t == 0) best = std::min(best, now_s() - start);
+    }
+  });
   return best;
 }
 }  // namespace
@@ -103,12 +112,11 @@ double measure_stream_bytes_per_s(int num_threads, std::int64_t num_bytes) {
   const std::unique_ptr<std::uint8_t, decltype(&std::free)> data(
       static_cast<std::uint8_t*>(std::aligned_alloc(4096, static_cast<std::size_t>(part * num_threads))), &std::free);
   if (data == nullptr) return 0.0;
-    // Each thread touches its own part first, so that pages lie on its memory node and none is the shared zero page.
-#pragma omp parallel num_threads(num_threads)
-  {
-    std::uint8_t* mine = data.get() + part * omp_get_thread_num();
+  // Each thread touches its own part first, so that pages lie on its memory node and none is the shared zero page.
+  on_threads(num_threads, [&](int t) {
+    std::uint8_t* mine = data.get() + part * t;
     for (std::int64_t i = 0; i < part; ++i) mine[i] = static_cast<std::uint8_t>(i);
-  }
+  });
   std::vector<std::uint64_t> sums(static_cast<std::size_t>(num_threads) * 8);
   const double seconds = best_seconds(num_threads, 5, [&](int t) {
     // volatile: without a use of the sum the passes could be merged.
