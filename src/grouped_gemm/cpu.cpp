@@ -292,16 +292,14 @@ void RunTyped(W type, const Item& item) {
     for (std::int64_t i = 0; i < num_pieces; ++i) {
       const ColRange cols = col_range(item.n, item.part_rows, item.chunk_cols, item.chunk, i);
       for (std::int64_t j = 0; j < cols.count; j += width, c += item.rows * width) {
-        Panel panel;
+        Panel panel{};
         BindPanel(type, item, cols.begin + j, std::min(width, cols.count - j), panel);
         for (std::int64_t b = 0; b < num_blocks; ++b) {
           const std::int64_t offset = (k0 + b * kScaleBlock) * W::kBytes;
           const std::int64_t block_k = std::min(kScaleBlock, num_k - b * kScaleBlock);
-          // Prefetch kAheadBlocks further along the rows, or the start of the next panel's rows.
-          constexpr std::int64_t kAheadBlocks = 2;
-          const std::int64_t ahead = b + kAheadBlocks < num_blocks
-                                         ? kAheadBlocks * kBlockBytes
-                                         : width * item.w_row_bytes + (kAheadBlocks - num_blocks) * kBlockBytes;
+          // Prefetch the next block of the rows, or the first of the next panel's: docs/performance.md has what lost.
+          const std::int64_t ahead =
+              b + 1 < num_blocks ? kBlockBytes : width * item.w_row_bytes + (1 - num_blocks) * kBlockBytes;
           const float w_scale =
               item.w_scale == nullptr
                   ? 1.0F
