@@ -28,6 +28,7 @@ typedef enum sluice_status {
   SLUICE_INTERNAL = 7
 } sluice_status;
 
+/* The numbers are those of sluice::DType. */
 typedef enum sluice_dtype {
   SLUICE_F32 = 0,
   SLUICE_BF16 = 1,
@@ -143,7 +144,7 @@ sluice_status sluice_layer_forward_routed(sluice_context* context, const sluice_
                                           const sluice_tensor* x_scale, const sluice_tensor* topk_idx,
                                           const sluice_tensor* topk_weight, const sluice_tensor* counters,
                                           const sluice_tensor* out, void* workspace, size_t workspace_bytes);
-/* 3. Rows grouped by expert: rows [R,H] (+ scale [Hb,R]), expert_offset [L+1] i32 -> out [R,H]. */
+/* 3. Rows grouped by expert: rows [R,H] (+ scale [Hb,R]), expert_offset [L+1] i32 -> out [R,H], f32 at precision f32, else bf16. */
 sluice_status sluice_layer_forward_grouped(sluice_context* context, const sluice_layer* layer,
                                            const sluice_tensor* rows, const sluice_tensor* rows_scale,
                                            const sluice_tensor* expert_offset, const sluice_tensor* out,

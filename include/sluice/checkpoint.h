@@ -30,7 +30,7 @@ struct LoadOptions {
   Precision precision = Precision::kF32;  // kBF16 on e4m3 weights dequantises them to bf16 while loading
   bool routed_only = false;               // the shared expert is still accounted for, but not read
   // Called with bytes done and in all; may be empty.
-  std::function<void(std::int64_t done, std::int64_t total)> progress;
+  std::function<void(std::int64_t done, std::int64_t total)> progress = {};
 };
 
 struct LoadedLayer {

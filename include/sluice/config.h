@@ -18,9 +18,10 @@ enum class Renorm : std::uint8_t { kNone, kSum, kSumClamped };
 enum class ScaleRule : std::uint8_t { kAlways, kUnlessRenorm };
 
 // The gate as an ordered rule:
-//   l = x w_gate^T (+ router_bias);  s = score(l);  c = s (+ score_bias, for the choice only)
-//   groups ranked by group_score of c, topk_group kept;  idx = top_k of c among kept;  w = weight_rule;  renorm;  w *=
-//   factor
+//   l = x w_gate^T (+ router_bias)
+//   s = score(l);  c = s (+ score_bias, for the choice only)
+//   groups ranked by group_score of c, topk_group kept;  idx = top_k of c among the kept
+//   w = weight_rule;  renorm;  w *= factor
 struct GateConfig {
   Score score = Score::kSoftmax;
   bool has_score_bias = false;   // e_score_correction_bias: f32, chooses, never weighs
@@ -79,9 +80,10 @@ std::int64_t num_local(const MoeConfig& config);
 Status validate(const MoeConfig& config);
 
 // What the expert GEMMs compute with. Weights are never requantised behind the caller's back.
-//   kW8A8:  e4m3 weights with 128x128 scales, activations quantised to e4m3 per token and 128 columns
-//   kW8A16: e4m3 weights, bf16 activations      kBF16: bf16 (or f32) weights, bf16 activations      kF32: any weights,
-//   f32 activations
+//   kW8A8   e4m3 weights with 128x128 scales, activations quantised to e4m3 per token and 128 columns
+//   kW8A16  e4m3 weights, bf16 activations
+//   kBF16   bf16 (or f32) weights, bf16 activations
+//   kF32    any weights, f32 activations
 enum class Precision : std::uint8_t { kW8A8, kW8A16, kBF16, kF32 };
 std::string_view to_string(Precision precision);
 Result<Precision> parse_precision(std::string_view text);

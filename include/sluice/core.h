@@ -38,7 +38,7 @@ enum class StatusCode : std::uint8_t {
 
 std::string_view to_string(StatusCode code);
 
-// Success, or a code and a sentence with names and numbers in it. Cheap to return when ok (one pointer).
+// Success, or a code and a sentence with names and numbers in it. Cheap to return when ok (a null pointer).
 class [[nodiscard]] Status {
  public:
   Status() = default;
@@ -60,7 +60,8 @@ class [[nodiscard]] Status {
   std::shared_ptr<const Error> error_;
 };
 
-// A value or the Status that explains its absence.
+// A value or the Status that explains its absence. Ask is_ok() first: reaching for the value of a failed Result throws
+// std::bad_variant_access, the one exception the library knows, and only for that mistake of the caller.
 template <class T>
 class [[nodiscard]] Result {
  public:

@@ -66,7 +66,8 @@ class Layer {
     TensorView counters;     // [kCounters] i64, added to
   };
 
-  // 1. Gate included. x [T,H] bf16 or f32 -> out [T,H] bf16 or f32. T <= max_tokens; T = 0 succeeds.
+  // 1. Gate included. x [T,H] bf16 or f32 -> out [T,H] bf16 or f32. T <= max_tokens; T = 0 succeeds. out may be x itself
+  //    (same address, dtype and strides); any other overlap of arguments is undefined, here and below.
   Status forward(const TensorView& x, const TensorView& out, const Routing& routing, const Ctx& ctx) const;
   Status forward(const TensorView& x, const TensorView& out, const Ctx& ctx) const { return forward(x, out, {}, ctx); }
 
@@ -82,11 +83,14 @@ class Layer {
   Status forward_routed(const RoutedInput& input, const TensorView& out, const Ctx& ctx) const;
 
   // 3. Rows already grouped by local expert -> one output row each, [R,H]; no weights, no combine, no shared expert.
+  //    out has the dtype of y in docs/numerics.md: f32 at precision f32, else bf16. Offsets must ascend within [0,R]:
+  //    with `checked` anything else is an error naming the expert, without it values are clamped to that range.
   //    rows in the packed dtype of the precision (e4m3 with scale [Hb,R] for w8a8), or bf16/f32, quantised on entry.
   Status forward_grouped(const Rows& rows, const ExpertOffsets& expert_offset, const TensorView& out,
                          const Ctx& ctx) const;
 
-  // 4. The padded layout: rows [L,Mmax,H] (seen as [L*Mmax,H]; scale [Hb,L*Mmax]) with counts num_rows [L] i32.
+  // 4. The padded layout: rows [L,Mmax,H] (seen as [L*Mmax,H]; scale [Hb,L*Mmax]) with counts num_rows [L] i32, each
+  //    within [0,Mmax] (checked or clamped as above); out as in 3.
   //    Rows past a count are neither read nor written.
   Status forward_masked(const Rows& rows, const TensorView& num_rows, const TensorView& out, const Ctx& ctx) const;
 

@@ -1,6 +1,6 @@
 // Stage 9: expert rows back to their tokens.
 //
-//   acc = 0;  for s ascending, where slot_row[t,s] >= 0:  acc = fma(topk_weight[t,s], y[slot_row[t,s], h], acc) fp32
+//   acc = 0;  for s ascending, where slot_row[t,s] >= 0:  acc = fma(topk_weight[t,s], y[slot_row[t,s], h], acc)
 //   acc += shared[t,h], or fma(sigmoid(shared_gate[t]), shared[t,h], acc)
 //   out[t,h] = round(acc), or round(out[t,h] + acc) with `accumulate`
 // Slots with slot_row -1 are skipped and their weight ignored; a token without any becomes exactly 0 (plus shared).

@@ -1,7 +1,7 @@
 // Stage 1: the router gate.
 //
-//   l[t,e] = sum_h x[t,h] * w_gate[e,h] (+ router_bias[e])        fp32; ascending h in blocks of 128, see
-//   docs/numerics.md topk_idx[t,:], topk_weight[t,:] = GateConfig's rule on l[t,:]  (sluice/config.h)
+//   l[t,e] = sum_h x[t,h] * w_gate[e,h] (+ router_bias[e])          fp32; ascending h in blocks of 128 (docs/numerics.md)
+//   topk_idx[t,:], topk_weight[t,:] = GateConfig's rule on l[t,:]   (sluice/config.h)
 //
 // Two implementation tables: `logits` (the GEMM) and `select` (scores, groups, top-k, weights), because engines
 // often hold logits already. A shared-expert gate is `logits` with E = 1.

@@ -1,9 +1,11 @@
 // Stage 6: the activation, and the quantisation the down GEMM reads.
 //
-//   g = h[r,i], u = h[r,I+i] in fp32;  v = activation(g, u)   (sluice/config.h; silu(g) = g * sigmoid(g), specified
-//   fp32) a bf16 / f32: a[r,i] = v, rounded once a e4m3:       a_scale[b,r] = max(amax, 1e-10) / 448 over the finite
-//   |v| of columns [128b, 128b+128);  a = e4m3(v / a_scale)
-//                 fp32 division, round to nearest even, saturating; +-Inf becomes +-448, NaN stays NaN and alone
+//   g = h[r,i], u = h[r,I+i] in fp32
+//   v = activation(g, u)          (sluice/config.h; silu(g) = g * sigmoid(g) in specified fp32)
+//   a bf16 / f32: a[r,i] = v, rounded once
+//   a e4m3:       a_scale[b,r] = max(amax, 1e-10) / 448, amax over the finite |v| of columns [128b, 128b+128)
+//                 a[r,i] = e4m3(v / a_scale)          fp32 division, round to nearest even, saturating;
+//                 +-Inf becomes +-448, NaN stays NaN and alone
 // The limit clamps g from above only and u on both sides, before the activation and before the quantisation; NaN
 // passes. Bits are defined: every implementation gives the same. Rows no group owns are neither read nor written.
 #pragma once
