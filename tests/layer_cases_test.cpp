@@ -149,6 +149,60 @@ TEST(LayerCases, Case20_InvalidIdsAreSkippedAndCountedOrRefused) {
   EXPECT_TRUE(out.rows_untouched(0));
 }
 
+// The entry points that bring their own grouping: under `checked` every value is judged, otherwise nothing leads outside.
+TEST(LayerCases, BadOffsetsAndCountsAreNamedOrClamped) {
+  MoeConfig config = small_config();
+  config.shared_intermediate = 0;
+  const RandomLayer m = random_layer(config, {});
+  LayerOptions options = options_for(Precision::kBF16, 8);
+  options.max_rows_per_expert = 2;
+  const Buffer x = random_x(32, 256);
+  for (bool checked : {false, true}) {
+    options.checked = checked;
+    const Layer layer = make_layer(m, options);
+    GuardedWorkspace workspace(layer.workspace_bytes());
+    Ctx ctx;
+    ctx.workspace = workspace.span();
+    const auto grouped = [&](std::int64_t at, std::int32_t value) {
+      std::vector<std::int32_t> offsets(17, 32);
+      offsets[0] = 0;
+      offsets[static_cast<std::size_t>(at)] = value;
+      Buffer y(DType::kBF16, {32, 256});
+      const Status status =
+          layer.forward_grouped({x.view(), {}}, {TensorView::dense(offsets.data(), DType::kI32, {17})}, y.view(), ctx);
+      EXPECT_TRUE(y.guards_intact());
+      if (!status.is_ok()) {
+        EXPECT_TRUE(y.rows_untouched(0));
+      }
+      return status;
+    };
+    const auto masked = [&](std::int32_t value) {
+      std::vector<std::int32_t> counts(16, 1);
+      counts[3] = value;
+      Buffer y(DType::kBF16, {32, 256});
+      const Status status =
+          layer.forward_masked({x.view(), {}}, TensorView::dense(counts.data(), DType::kI32, {16}), y.view(), ctx);
+      EXPECT_TRUE(y.guards_intact());
+      if (!status.is_ok()) {
+        EXPECT_TRUE(y.rows_untouched(0));
+      }
+      return status;
+    };
+    EXPECT_TRUE(grouped(1, 32).is_ok());
+    EXPECT_TRUE(masked(2).is_ok());
+    for (const auto& [status, words] :
+         {std::pair{grouped(1, 500), "expert_offset[1] is 500, expected 0 to 32"},
+          std::pair{grouped(1, -5), "expert_offset[1] is -5"},
+          std::pair{grouped(9, 3), "expert_offset[9] is 3, expected 32 to 32"},
+          std::pair{masked(9), "num_rows[3] is 9, expected 0 to 2"}, std::pair{masked(-1), "num_rows[3] is -1"}}) {
+      EXPECT_EQ(status.is_ok(), !checked) << words;
+      if (checked) {
+        EXPECT_NE(status.message().find(words), std::string::npos) << status.message();
+      }
+    }
+  }
+}
+
 TEST(LayerCases, Case102_WeightOnInputIsAppliedOnceAndNowhereElse) {
   MoeConfig config = small_config();
   config.gate = gate_preset(GateId::kG6);

@@ -276,7 +276,7 @@ inline constexpr int kNumCounters = 2;
 struct Ctx {
   void* stream = nullptr;            // cudaStream_t on a GPU; unused on the CPU
   std::span<std::byte> workspace{};  // scratch; the needed size comes from the query of the thing that is called
-  int num_threads = 0;  // CPU worker threads; 0: a layer uses what it was planned for, a stage called alone uses 1
+  int num_threads = 0;  // CPU worker threads; 0: as many as the layer was planned for (never more); a stage alone: 1
 };
 
 // The machine implementations are chosen for.

@@ -43,6 +43,10 @@ struct RowGroups {
 Status check_row_groups(std::string_view stage, const RowGroups& groups, std::int64_t num_local, std::int64_t num_rows,
                         Phase phase);
 
+// The values of the host arrays behind a form: offsets ascend within [0,R], counts lie within [0, rows_per_group]. Names
+// the first group that breaks it.
+Status check_row_values(std::string_view stage, const RowGroups& groups, std::int64_t num_rows);
+
 // [begin, end) of one group's rows, for host code; the arrays must be host memory. The values are clamped to
 // [0, R] so that no array content can lead outside the row tensor.
 struct RowRange {

@@ -41,6 +41,22 @@ Status check_row_groups(std::string_view stage, const RowGroups& groups, std::in
           fmt::format("{}: whole row groups are one expert's, the weights hold L = {}", stage, num_local)};
 }
 
+Status check_row_values(std::string_view stage, const RowGroups& groups, std::int64_t num_rows) {
+  if (groups.form == RowGroups::Form::kWhole) return Status::ok();
+  const bool masked = groups.form == RowGroups::Form::kMasked;
+  std::int64_t low = 0;
+  for (std::int64_t i = 0; i < groups.num_groups() + (masked ? 0 : 1); ++i) {
+    const std::int64_t value = (masked ? groups.counts : groups.expert_offset.view).as<const std::int32_t>()[i];
+    const std::int64_t high = masked ? groups.rows_per_group : num_rows;
+    if (value < low || value > high) {
+      return {StatusCode::kInvalidArgument, fmt::format("{}: {}[{}] is {}, expected {} to {}", stage,
+                                                        masked ? "num_rows" : "expert_offset", i, value, low, high)};
+    }
+    if (!masked) low = value;
+  }
+  return Status::ok();
+}
+
 RowRange row_range(const RowGroups& groups, std::int64_t group, std::int64_t num_rows) {
   switch (groups.form) {
     case RowGroups::Form::kWhole: return {0, num_rows};

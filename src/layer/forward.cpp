@@ -17,6 +17,10 @@ struct Call {
 
 Status begin(const Layer::State& s, std::int64_t num_tokens, std::int64_t num_rows, const Ctx& ctx, Call& call) {
   const std::int64_t given = static_cast<std::int64_t>(ctx.workspace.size());
+  if (ctx.workspace.data() == nullptr) {
+    return {StatusCode::kWorkspaceTooSmall,
+            fmt::format("forward: the workspace is null, the layer needs {} bytes", s.workspace_bytes)};
+  }
   if (given < s.workspace_bytes) {
     return {StatusCode::kWorkspaceTooSmall,
             fmt::format("forward: the workspace has {} bytes, the layer needs {}", given, s.workspace_bytes)};
@@ -42,12 +46,12 @@ Status check_tokens(const Layer::State& s, std::int64_t num_tokens) {
 }
 
 // x and out of the first two entry points against the config, and the routing tensors the caller brought.
-Status check_call(const Layer::State& s, const TensorView& x, const TensorView& out, const ExpertIds& topk_idx,
-                  const TensorView& topk_weight, const TensorView& counters) {
+Status check_call(const Layer::State& s, const TensorSpec& x_spec, const TensorView& x, const TensorView& out,
+                  const ExpertIds& topk_idx, const TensorView& topk_weight, const TensorView& counters) {
   AxisBinder binder("forward");
   binder.set(Axis::kH, s.config.hidden, "the layer's config");
   binder.set(Axis::kS, s.config.top_k, "the layer's config");
-  SLUICE_TRY(binder.bind(pack::kX, x, Phase::kRun));
+  SLUICE_TRY(binder.bind(x_spec, x, Phase::kRun));
   SLUICE_TRY(check_tokens(s, x.shape[0]));
   SLUICE_TRY(binder.bind(combine::kOut, out, Phase::kRun));
   if (topk_idx.view.is_present()) SLUICE_TRY(binder.bind(gate::kTopkIdx, topk_idx.view, Phase::kRun));
@@ -98,11 +102,7 @@ Status run_routed(const Layer::State& s, Call& call, const TensorView& x, const 
 Status Layer::forward(const TensorView& x, const TensorView& out, const Routing& routing, const Ctx& ctx) const {
   if (state_ == nullptr) return moved_from();
   const State& s = *state_;
-  SLUICE_TRY(check_call(s, x, out, routing.topk_idx, routing.topk_weight, routing.counters));
-  if (x.dtype == DType::kE4M3) {
-    return {StatusCode::kInvalidArgument,
-            "forward: x is e4m3; the gate needs bf16 or f32 (forward_routed takes e4m3 rows)"};
-  }
+  SLUICE_TRY(check_call(s, gate::kX, x, out, routing.topk_idx, routing.topk_weight, routing.counters));
   if (x.shape[0] == 0) return Status::ok();
   Call call;
   SLUICE_TRY(begin(s, x.shape[0], x.shape[0] * s.config.top_k, ctx, call));
@@ -117,7 +117,7 @@ Status Layer::forward_routed(const RoutedInput& input, const TensorView& out, co
   if (state_ == nullptr) return moved_from();
   const State& s = *state_;
   const TensorView& x = input.x;
-  SLUICE_TRY(check_call(s, x, out, input.topk_idx, input.topk_weight, input.counters));
+  SLUICE_TRY(check_call(s, pack::kX, x, out, input.topk_idx, input.topk_weight, input.counters));
   if (!input.topk_idx.view.is_present()) return {StatusCode::kInvalidArgument, "forward_routed: topk_idx is missing"};
   if (!input.topk_weight.is_present()) return {StatusCode::kInvalidArgument, "forward_routed: topk_weight is missing"};
   if (x.dtype == DType::kE4M3 && (s.path.rows != DType::kE4M3 || s.has_shared())) {
@@ -159,8 +159,9 @@ Status check_rows(const Layer::State& s, std::string_view entry, const Rows& row
   }
   if (quantised) SLUICE_TRY(binder.bind(pack::kRowsScale, rows.scale, Phase::kRun));
   if (rows.data.shape[0] > s.max_rows()) {
-    return {StatusCode::kInvalidArgument,
-            fmt::format("{}: R = {} rows, the layer was created for {}", entry, rows.data.shape[0], s.max_rows())};
+    return {StatusCode::kInvalidArgument, fmt::format("{}: R = {} rows, the layer was created for {}, the largest of "
+                                                      "max_tokens * S, max_rows and L * max_rows_per_expert",
+                                                      entry, rows.data.shape[0], s.max_rows())};
   }
   return Status::ok();
 }
@@ -183,6 +184,7 @@ Status Layer::forward_grouped(const Rows& rows, const ExpertOffsets& expert_offs
   const std::int64_t num_rows = rows.data.shape[0];
   const RowGroups groups = RowGroups::contiguous(expert_offset);
   SLUICE_TRY(check_row_groups("forward_grouped", groups, num_local(s.config), num_rows, Phase::kRun));
+  if (s.options.checked) SLUICE_TRY(check_row_values("forward_grouped", groups, num_rows));
   if (num_rows == 0) return Status::ok();
   Call call;
   SLUICE_TRY(begin(s, 0, num_rows, ctx, call));
@@ -212,6 +214,7 @@ Status Layer::forward_masked(const Rows& rows, const TensorView& num_rows, const
   const std::int64_t per_group = rows.data.shape[0] / num_groups;
   const RowGroups groups = RowGroups::masked(num_rows, per_group);
   SLUICE_TRY(check_row_groups("forward_masked", groups, num_groups, rows.data.shape[0], Phase::kRun));
+  if (s.options.checked) SLUICE_TRY(check_row_values("forward_masked", groups, rows.data.shape[0]));
   if (rows.data.shape[0] == 0) return Status::ok();
   Call call;
   SLUICE_TRY(begin(s, 0, rows.data.shape[0], ctx, call));
