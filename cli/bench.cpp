@@ -302,10 +302,8 @@ Outcome bench(const BenchOptions& options, bool json) {
   if (!asked) return Outcome::usage(asked.status().message());
   Result<std::vector<std::int64_t>> tokens = parse_tokens(options.tokens, 1);
   if (!tokens) return Outcome::usage(tokens.status().message());
-  SubjectOptions subject_options = options.subject;
-  if (subject_options.like.empty() && subject_options.model.empty()) subject_options.like = "qwen3-30b";
   bool usage = false;
-  Result<Subject> subject = find_subject(subject_options, usage);
+  Result<Subject> subject = find_subject(options.subject, usage);
   if (!subject) return usage ? Outcome::usage(subject.status().message()) : Outcome(subject.status());
   const Route route = options.route == "zipf"         ? Route::kZipf
                       : options.route == "one-expert" ? Route::kOneExpert

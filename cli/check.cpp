@@ -26,9 +26,10 @@ constexpr const char* kAbout =
     "layer in f32 made of references alone. Prints the worst row's error beside its bound (docs/numerics.md).";
 
 constexpr const char* kFooter =
-    "Rules: `bitwise` stages have defined bits; `derived bound` is gamma(128+Kb+3) * sum|a||w| plus output rounding, "
-    "per\n"
-    "element; `budget` is the whole layer's per-row relative L2 error: f32 2e-6, bf16 and w8a16 1e-2, w8a8 7e-2, "
+    "Rules: `bitwise` stages have defined bits; `derived bound` is gamma(128 + ceil(K/128) + 2) * sum|a||w| plus "
+    "output\n"
+    "rounding, per element, for the roundings of 128 products, of ceil(K/128) block sums, of a_scale * w_scale and of\n"
+    "the bias; `budget` is the whole layer's per-row relative L2 error: f32 2e-6, bf16 and w8a16 1e-2, w8a8 7e-2, "
     "times\n"
     "the token's cancellation |parts| / |out| where that exceeds 1.\n"
     "Large layers: the reference recomputes a sample of rows, so that it ends in seconds; the ROWS column says how "

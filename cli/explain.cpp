@@ -1,6 +1,8 @@
 // `sluice explain`: what a layer resolves to on this machine, and why.
 #include <fmt/format.h>
 
+#include <algorithm>
+
 #include "commands.h"
 #include "random.h"
 #include "subject.h"
@@ -22,12 +24,13 @@ constexpr const char* kFooter =
     "Examples:\n"
     "  sluice explain --model data/tiny-dsv3 --layer 1 --tokens 512\n"
     "  sluice explain --like deepseek-v3 --tokens 1 --precision w8a8\n"
+    "  sluice explain --like deepseek-v3 --precision all\n"
     "  sluice explain --like deepseek-v3 --impl grouped_gemm=reference\n";
 
 struct ExplainOptions {
   SubjectOptions subject;
   std::int64_t tokens = 512;
-  std::string precision = "all";
+  std::string precision;  // empty: the one `run` would pick
   bool routed_only = false;
   MachineOptions machine;
 };
@@ -54,6 +57,30 @@ Json explain_json(const Layer& layer, Precision precision) {
           {"workspace", items}};
 }
 
+// Stages that gave the same reason share a line, in the order of the stages.
+std::vector<std::pair<std::string, Declined>> group_declined(const std::vector<StageReport>& stages) {
+  std::vector<std::pair<std::string, Declined>> groups;
+  std::vector<std::size_t> sizes;
+  for (const StageReport& stage : stages) {
+    for (const Declined& d : stage.declined) {
+      const auto same = std::find_if(groups.begin(), groups.end(), [&](const auto& g) {
+        return g.second.name == d.name && g.second.reason == d.reason;
+      });
+      if (same == groups.end()) {
+        groups.emplace_back(stage.stage, d);
+        sizes.push_back(1);
+        continue;
+      }
+      same->first += ", " + stage.stage;
+      ++sizes[static_cast<std::size_t>(same - groups.begin())];
+    }
+  }
+  for (std::size_t i = 0; i < groups.size(); ++i) {
+    if (sizes[i] > 1 && sizes[i] == stages.size()) groups[i].first = "every stage";
+  }
+  return groups;
+}
+
 void print_text(const Layer& layer, Precision precision) {
   fmt::print("\n{}\n", to_string(precision));
   Table stages({{"STAGE"}, {"IMPLEMENTATION"}, {"CONFIGURATION"}, {"SCRATCH", true}});
@@ -68,9 +95,7 @@ void print_text(const Layer& layer, Precision precision) {
   tensors.print();
   fmt::print("\ndeclined\n");
   Table declined({{"STAGE"}, {"IMPLEMENTATION"}, {"WHY NOT"}});
-  for (const StageReport& stage : layer.stages()) {
-    for (const Declined& d : stage.declined) declined.add({stage.stage, d.name, d.reason});
-  }
+  for (const auto& [stages_text, d] : group_declined(layer.stages())) declined.add({stages_text, d.name, d.reason});
   if (declined.is_empty()) declined.add({"-", "-", "-"});
   declined.print();
   fmt::print("\nworkspace: {} ({} B)\n", format_bytes(layer.workspace_bytes()), format_count(layer.workspace_bytes()));
@@ -105,12 +130,15 @@ Outcome explain(const ExplainOptions& options, bool json) {
                describe(c.activation), machine.num_threads, machine.simd);
   }
   Json& results = document["precisions"] = Json::array();
+  const bool all = options.precision == "all";
   const std::vector<Precision> precisions =
-      asked->empty() ? std::vector<Precision>(std::begin(kAllPrecisions), std::end(kAllPrecisions)) : *asked;
+      all              ? std::vector<Precision>(std::begin(kAllPrecisions), std::end(kAllPrecisions))
+      : asked->empty() ? std::vector<Precision>{subject->default_precision()}
+                       : *asked;
   std::size_t num_run = 0;
   for (Precision precision : precisions) {
     if (const Status can = subject->can_run(precision); !can.is_ok()) {
-      if (!asked->empty()) return can;
+      if (!all) return can;
       results.push_back({{"precision", to_string(precision)}, {"cannot_run", can.message()}});
       if (!json) fmt::print("\n{}: not possible: {}\n", to_string(precision), can.message());
       continue;
@@ -144,7 +172,9 @@ void add_explain(CLI::App& app, Command& command) {
   sub->add_option("--tokens", o->tokens, "Largest T the layer is planned for [512]")
       ->check(CLI::Range(0, 1 << 24))
       ->type_name("T");
-  sub->add_option("--precision", o->precision, "all, or a list of w8a8, w8a16, bf16, f32 [all]")->type_name("LIST");
+  sub->add_option("--precision", o->precision,
+                  "all, or a list of w8a8, w8a16, bf16, f32; default: the one `run` would pick")
+      ->type_name("LIST");
   sub->add_flag("--routed-only", o->routed_only, "Leave the shared expert out");
   add_impl(*sub, o->machine);
   add_threads(*sub, o->machine);

@@ -3,6 +3,7 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <filesystem>
 
 #include "commands.h"
 #include "options.h"
@@ -61,8 +62,9 @@ struct Group {
 
 void print_text(const std::string& model, const Checkpoint& checkpoint, const std::vector<Group>& groups,
                 std::int64_t num_moe) {
-  fmt::print("{}: {}, {} layers, {} of them MoE\n\n", model, checkpoint.family(), checkpoint.num_layers(), num_moe);
+  fmt::print("{}: {}, {} layers, {} of them MoE\n", model, checkpoint.family(), checkpoint.num_layers(), num_moe);
   if (groups.empty()) return;
+  fmt::print("\n");
   Table table({{"LAYERS"},
                {"E", true},
                {"S", true},
@@ -100,6 +102,24 @@ void print_text(const std::string& model, const Checkpoint& checkpoint, const st
   }
 }
 
+// What to say when no layer is whole. One shard of several, or a file of activations, lies beside the rest of the
+// model.
+Status no_layer(const std::string& model, const Status& first_error) {
+  namespace fs = std::filesystem;
+  std::error_code ec;
+  std::string hint;
+  if (!fs::is_directory(model, ec)) {
+    const fs::path folder = fs::path(model).has_parent_path() ? fs::path(model).parent_path() : fs::path(".");
+    for (const char* name : {"model.safetensors.index.json", "model.safetensors"}) {
+      if (!fs::exists(folder / name, ec) || fs::equivalent(folder / name, model, ec)) continue;
+      hint = fmt::format("; {} lies beside it: give the folder, {}", name, folder.string());
+      break;
+    }
+  }
+  return Status(first_error.code(),
+                fmt::format("{}: holds no whole layer with experts: {}{}", model, first_error.message(), hint));
+}
+
 Outcome inspect(const std::string& model, bool json) {
   Result<Checkpoint> checkpoint = Checkpoint::open(model);
   if (!checkpoint) return checkpoint.status();
@@ -122,7 +142,9 @@ Outcome inspect(const std::string& model, bool json) {
     if (!same) groups.push_back({{}, std::move(*info), std::move(document)});
     groups.back().layers.push_back(layer);
   }
+  if (groups.empty() && !first_error.is_ok()) first_error = no_layer(model, first_error);
   if (!json) {
+    if (groups.empty() && !first_error.is_ok()) return first_error;
     print_text(model, *checkpoint, groups, static_cast<std::int64_t>(moe_layers.size()));
     return first_error;
   }

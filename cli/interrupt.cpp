@@ -20,4 +20,10 @@ void catch_interrupts() {
 
 bool is_interrupted() { return g_interrupted != 0; }
 
+Outcome interrupted(Status status) {
+  Outcome outcome(std::move(status));
+  outcome.exit_code = kExitInterrupted;
+  return outcome;
+}
+
 }  // namespace sluice::cli

@@ -1,9 +1,11 @@
 // The `sluice` command: registers the commands, runs the one that was asked for, maps its end to an exit code.
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <fcntl.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
@@ -43,6 +45,23 @@ class Formatter : public CLI::Formatter {
   }
 };
 
+// The parser stops at a fault, so whether --json was given is read from the arguments themselves.
+bool asks_json(int argc, char** argv) {
+  return std::any_of(argv + std::min(argc, 1), argv + argc,
+                     [](const char* a) { return std::string_view(a) == "--json"; });
+}
+
+// The word in the place of the command, when it is none. The parser itself only says that a command is missing.
+std::string unknown_command(const CLI::App& app, int argc, char** argv) {
+  int i = 1;
+  while (i < argc && std::string_view(argv[i]) == "--json") ++i;
+  if (i >= argc || argv[i][0] == '-') return "";
+  const std::vector<const CLI::App*> commands = app.get_subcommands([](const CLI::App*) { return true; });
+  const bool known =
+      std::any_of(commands.begin(), commands.end(), [&](const CLI::App* c) { return c->get_name() == argv[i]; });
+  return known ? "" : argv[i];
+}
+
 int run(int argc, char** argv) {
   using namespace sluice::cli;
   CLI::App app{kAbout, "sluice"};
@@ -59,17 +78,21 @@ int run(int argc, char** argv) {
   add_explain(app, command);
   add_synth(app, command);
   add_bench(app, command);
+  if (const std::string wrong = unknown_command(app, argc, argv); !wrong.empty()) {
+    std::vector<std::string> names;
+    for (const CLI::App* sub : app.get_subcommands([](const CLI::App*) { return true; }))
+      names.push_back(sub->get_name());
+    return report(Outcome::usage(fmt::format("there is no command '{}'; there are {}", wrong, fmt::join(names, ", "))),
+                  asks_json(argc, argv));
+  }
   try {
     app.parse(argc, argv);
   } catch (const CLI::Success& success) {
     return app.exit(success);  // --help, --version
   } catch (const CLI::ParseError& error) {
-    // The parser stops at the fault, so whether --json was given is read from the arguments themselves.
-    bool json = false;
-    for (int i = 1; i < argc; ++i) json = json || std::string_view(argv[i]) == "--json";
     std::string hint = "sluice";
     for (const CLI::App* sub : app.get_subcommands()) hint += " " + sub->get_name();
-    return report(Outcome::usage(fmt::format("{} (see {} --help)", error.what(), hint)), json);
+    return report(Outcome::usage(fmt::format("{} (see {} --help)", error.what(), hint)), asks_json(argc, argv));
   }
   return report(command.run(), command.json);
 }

@@ -7,6 +7,7 @@
 #include <charconv>
 
 #include "commands.h"
+#include "interrupt.h"
 #include "progress.h"
 
 namespace sluice::cli {
@@ -105,12 +106,19 @@ Result<std::map<std::string, Selection>> parse_selection(const std::vector<std::
   return selection;
 }
 
+Result<Precision> parse_one_precision(const std::string& text) {
+  Result<Precision> precision = parse_precision(text);
+  if (precision) return precision;
+  return Status(StatusCode::kInvalidArgument,
+                fmt::format("--precision: '{}' is none of {}", text, join_precisions(kAllPrecisions)));
+}
+
 Result<std::vector<Precision>> parse_precisions(const std::string& text) {
   std::vector<Precision> precisions;
   if (text.empty() || text == "all") return precisions;
   for (const std::string& part : split(text, ',')) {
-    Result<Precision> precision = parse_precision(part);
-    if (!precision) return precision.status().with_context("--precision " + text);
+    Result<Precision> precision = parse_one_precision(part);
+    if (!precision) return precision.status();
     if (std::find(precisions.begin(), precisions.end(), *precision) == precisions.end())
       precisions.push_back(*precision);
   }
@@ -170,6 +178,7 @@ Result<LoadedLayer> load_layer(const ModelLayer& model, Precision precision, boo
   options.precision = precision;
   options.routed_only = routed_only;
   options.progress = [&](std::int64_t done, std::int64_t total) { progress.update(done, total); };
+  options.stop = is_interrupted;  // commands that do not catch signals are ended by them as ever
   return model.checkpoint.load(model.info.layer, options);
 }
 

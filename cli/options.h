@@ -34,6 +34,9 @@ std::vector<StageTable> stage_tables();
 // with the list of what there is.
 Result<std::map<std::string, Selection>> parse_selection(const std::vector<std::string>& impl);
 
+inline constexpr Precision kAllPrecisions[] = {Precision::kW8A8, Precision::kW8A16, Precision::kBF16, Precision::kF32};
+// The value of --precision where one is wanted.
+Result<Precision> parse_one_precision(const std::string& text);
 // "w8a8,f32" or "all" (empty list). Duplicates are dropped.
 Result<std::vector<Precision>> parse_precisions(const std::string& text);
 // "1,32,512", each in [low, 2^24].

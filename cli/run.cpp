@@ -58,6 +58,7 @@ struct RunOptions {
 // Scratch the run may use beside the weights; with input and output chunks it stays well inside the promised 200 MB.
 constexpr std::int64_t kChunkBytes = 96'000'000;
 constexpr std::int64_t kMaxChunk = 4096;
+constexpr const char* kInterrupted = "interrupted; nothing was written";
 
 Status check_output(const std::string& output, const std::string& input, const std::string& model) {
   const auto refuse = [&](std::string why) {
@@ -66,6 +67,10 @@ Status check_output(const std::string& output, const std::string& input, const s
   std::error_code ec;
   if (fs::is_directory(output, ec)) return refuse("is a folder");
   if (fs::path(output).filename().empty()) return refuse("names no file");
+  // Under another name (y.npy) the bytes would be taken for another format.
+  if (fs::path(output).extension() != ".safetensors") {
+    return refuse("the file is written in the safetensors format, so its name must end in .safetensors");
+  }
   fs::path parent = fs::path(output).parent_path();
   if (parent.empty()) parent = ".";
   if (!fs::is_directory(parent, ec)) return refuse(fmt::format("the folder {} does not exist", parent.string()));
@@ -134,7 +139,7 @@ Status run_tokens(const Planned& planned, TokenInput& input, const std::string& 
   const auto produce = [&](const std::function<Status(std::span<const std::byte>)>& sink) -> Status {
     for (std::int64_t begin = 0; begin < T; begin += planned.chunk) {
       const std::int64_t count = std::min(planned.chunk, T - begin);
-      if (is_interrupted()) return Status(StatusCode::kIoError, "interrupted; nothing was written");
+      if (is_interrupted()) return Status(StatusCode::kIoError, kInterrupted);
       progress.update(begin, T);
       SLUICE_TRY(input.read(begin, count, rows.data()));
       chunk.y.resize(static_cast<std::size_t>(count * H));
@@ -169,8 +174,8 @@ Outcome run(const RunOptions& options, bool json) {
   if (!selection) return Outcome::usage(selection.status().message());
   std::optional<Precision> asked;
   if (!options.precision.empty()) {
-    Result<Precision> parsed = parse_precision(options.precision);
-    if (!parsed) return Outcome::usage("--precision: " + parsed.status().message());
+    Result<Precision> parsed = parse_one_precision(options.precision);
+    if (!parsed) return Outcome::usage(parsed.status().message());
     asked = *parsed;
   }
   Result<ModelLayer> model = open_layer(options.model, options.layer);
@@ -184,7 +189,7 @@ Outcome run(const RunOptions& options, bool json) {
 
   catch_interrupts();
   Result<LoadedLayer> loaded = load_layer(*model, precision, options.routed_only);
-  if (!loaded) return loaded.status();
+  if (!loaded) return is_interrupted() ? interrupted(Status(StatusCode::kIoError, kInterrupted)) : loaded.status();
   for (const std::string& tensor : loaded->nan_tensors) warn("NaN weights: " + tensor);
 
   LayerOptions layer_options;
@@ -198,10 +203,7 @@ Outcome run(const RunOptions& options, bool json) {
   if (!planned) return planned.status();
   Totals totals;
   if (Status s = run_tokens(*planned, **input, options.output, totals); !s.is_ok()) {
-    if (!is_interrupted()) return s;
-    Outcome outcome(s);
-    outcome.exit_code = kExitInterrupted;
-    return outcome;
+    return is_interrupted() ? interrupted(s) : s;
   }
 
   const std::int64_t T = (*input)->num_tokens();
@@ -237,9 +239,12 @@ Outcome run(const RunOptions& options, bool json) {
   }
   for (const std::string& note : loaded->notes) fmt::print("note: {}\n", note);
   fmt::print("{}: y[{},{}] f32, topk_idx, topk_weight\n", options.output, T, H);
-  fmt::print("layer {} in {}, {} tokens in {} ({:.0f} tok/s), chunks of {}, {} threads\n", options.layer,
-             to_string(precision), format_count(T), format_seconds(totals.seconds), rate, planned->chunk,
-             layer_options.machine.num_threads);
+  // Nothing ran for no tokens: there is no rate to tell.
+  const std::string timing =
+      T == 0 ? ""
+             : fmt::format(" in {} ({:.0f} tok/s), chunks of {}, {} threads", format_seconds(totals.seconds), rate,
+                           planned->chunk, layer_options.machine.num_threads);
+  fmt::print("layer {} in {}, {} tokens{}\n", options.layer, to_string(precision), format_count(T), timing);
   return kExitOk;
 }
 
@@ -255,7 +260,7 @@ void add_run(CLI::App& app, Command& command) {
                   "FILE[:TENSOR], .safetensors or .npy; TENSOR may be left out when there is only one")
       ->required()
       ->type_name("FILE");
-  sub->add_option("--output", o->output, "Safetensors file to write; an existing one is replaced")
+  sub->add_option("--output", o->output, "File to write, named *.safetensors; an existing one is replaced")
       ->required()
       ->type_name("FILE");
   sub->add_option("--precision", o->precision, "w8a8, w8a16, bf16 or f32")->type_name("P");

@@ -88,6 +88,16 @@ DType Subject::shared_for(Precision precision) const {
   return precision == Precision::kBF16 && shared == DType::kE4M3 ? DType::kBF16 : shared;
 }
 
+Precision Subject::default_precision() const {
+  if (model) return cli::default_precision(model->info);
+  LayerInfo info;
+  info.expert_dtype = experts;
+  for (Precision p : kAllPrecisions) {
+    if (can_run(p).is_ok()) info.precisions.push_back(p);
+  }
+  return cli::default_precision(info);
+}
+
 Status Subject::can_run(Precision precision) const {
   if (model) return check_precision(model->info, precision);
   return data_path(precision, experts_for(precision)).status();

@@ -29,12 +29,12 @@ struct Subject {
   // The dtypes the weights have when loaded for `precision`: bf16 dequantises e4m3.
   DType experts_for(Precision precision) const;
   DType shared_for(Precision precision) const;
+  // The precision `run` would pick, where any can run.
+  Precision default_precision() const;
   // Ok when the weights fit, or why not.
   Status can_run(Precision precision) const;
 };
 // `usage` is set when the options themselves are wrong.
 Result<Subject> find_subject(const SubjectOptions& options, bool& usage);
-
-inline constexpr Precision kAllPrecisions[] = {Precision::kW8A8, Precision::kW8A16, Precision::kBF16, Precision::kF32};
 
 }  // namespace sluice::cli

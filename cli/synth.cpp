@@ -4,6 +4,7 @@
 #include <filesystem>
 
 #include "commands.h"
+#include "interrupt.h"
 #include "io/synth.h"
 #include "options.h"
 #include "progress.h"
@@ -20,7 +21,7 @@ constexpr const char* kAbout =
     "with its MoE layers and nothing else. Weights are normal with deviation 1/sqrt(fan-in), scales are real ones\n"
     "(a block's amax / 448). The same arguments and seed give the same bytes. The folder must be new or empty; on "
     "failure\n"
-    "nothing stays behind.";
+    "and on Ctrl-C nothing stays behind.";
 
 constexpr const char* kFooter =
     "One layer of deepseek-v3 takes 11.3 GB, of qwen3-30b 1.2 GB; --experts, --hidden and --intermediate make a small\n"
@@ -43,7 +44,10 @@ Outcome synth(io::SynthRequest request, const std::string& weights, bool json) {
   {
     Progress progress("writing", Progress::Unit::kBytes);
     request.progress = [&](std::int64_t done, std::int64_t total) { progress.update(done, total); };
+    catch_interrupts();
+    request.stop = is_interrupted;
     if (Status s = io::synthesize(request); !s.is_ok()) {
+      if (is_interrupted()) return interrupted(Status(s.code(), "interrupted; nothing was left behind"));
       return s.code() == StatusCode::kInvalidArgument ? Outcome::usage(s.message()) : Outcome(s);
     }
   }
@@ -62,8 +66,9 @@ Outcome synth(io::SynthRequest request, const std::string& weights, bool json) {
                 {"bytes", bytes}});
     return kExitOk;
   }
-  fmt::print("{}: {}, MoE layers {}, {}\n", request.out.string(), made->family(), format_ranges(made->moe_layers()),
-             format_bytes(bytes));
+  const std::vector<std::int64_t> layers = made->moe_layers();
+  fmt::print("{}: {}, {} {} with experts, {}\n", request.out.string(), made->family(),
+             layers.size() == 1 ? "layer" : "layers", format_ranges(layers), format_bytes(bytes));
   return kExitOk;
 }
 

@@ -292,6 +292,20 @@ TEST_F(CheckpointTest, ProgressRunsFromZeroToAllBytes) {
   EXPECT_EQ(total, opened->layer_info(1)->layer_bytes);
 }
 
+TEST_F(CheckpointTest, LoadIsStoppedWhenAskedTo) {
+  write();
+  auto opened = Checkpoint::open(folder_.path());
+  ASSERT_TRUE(opened.is_ok());
+  LoadOptions options;
+  int calls = 0;
+  options.stop = [&] { return ++calls == 3; };
+  const auto loaded = opened->load(1, options);
+  ASSERT_FALSE(loaded.is_ok());
+  EXPECT_EQ(loaded.status().code(), StatusCode::kIoError);
+  EXPECT_THAT(loaded.status().message(), testing::HasSubstr("stopped"));
+  EXPECT_EQ(calls, 3);
+}
+
 TEST_F(CheckpointTest, Case125UnalignedTensorsLoad) {
   // One byte before everything else: every wider tensor starts at an odd address.
   tensors_["a.marker"] = test::make_tensor(DType::kU8, {1}, 1);

@@ -292,6 +292,29 @@ TEST_F(SynthTest, RefusalsLeaveNothing) {
   EXPECT_EQ(folder_.num_files(), 1u);
 }
 
+// Whenever it is stopped, neither a file nor a folder that this call made stays, and what was there before does.
+TEST_F(SynthTest, StoppedLeavesNothingBehind) {
+  SynthRequest request = small("olmoe", folder_ / "a" / "b" / "m");
+  request.max_shard_bytes = 1;  // every tensor a shard: the first ones are finished when the stop comes
+  int calls = 0;
+  request.stop = [&] { return ++calls < 0; };
+  must(synthesize(request));
+  const int all = calls;
+  ASSERT_GT(all, 10);
+  for (int last : {1, 2, all / 2, all}) {
+    std::filesystem::remove_all(folder_ / "a");
+    calls = 0;
+    request.stop = [&] { return ++calls == last; };
+    EXPECT_THAT(synthesize(request).message(), HasSubstr("stopped"));
+    EXPECT_EQ(calls, last);
+    EXPECT_FALSE(std::filesystem::exists(folder_ / "a"));
+  }
+  std::filesystem::create_directories(folder_ / "a" / "b");
+  calls = 0;
+  EXPECT_THAT(synthesize(request).message(), HasSubstr("stopped"));
+  EXPECT_TRUE(std::filesystem::is_empty(folder_ / "a" / "b"));
+}
+
 TEST_F(SynthTest, ProgressRunsToTheEnd) {
   SynthRequest request = small("olmoe", folder_ / "m");
   std::int64_t last = 0, total = 0;

@@ -31,6 +31,8 @@ struct LoadOptions {
   bool routed_only = false;               // the shared expert is still accounted for, but not read
   // Called with bytes done and in all; may be empty.
   std::function<void(std::int64_t done, std::int64_t total)> progress = {};
+  // Asked now and then while loading, by one thread at a time; true ends the load with kIoError. May be empty.
+  std::function<bool()> stop = {};
 };
 
 struct LoadedLayer {

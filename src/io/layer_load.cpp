@@ -381,10 +381,16 @@ class Loader {
     for (const Job& job : jobs_) total += job.src_bytes;
     std::vector<Done> results(jobs_.size());
     std::mutex mutex;
+    bool stopped = false;
     const int threads = std::min(Machine::detect_cpu().num_threads, kMaxLoadThreads);
     cpu::parallel_for(static_cast<std::int64_t>(jobs_.size()), threads, [&](std::int64_t index, int) {
       const Job& job = jobs_[static_cast<std::size_t>(index)];
       Done& done = results[static_cast<std::size_t>(index)];
+      if (options_.stop) {
+        const std::lock_guard<std::mutex> lock(mutex);
+        stopped = stopped || options_.stop();
+        if (stopped) return;
+      }
       try {
         done = job.run(job.source.data() + job.src_begin);
       } catch (const std::exception& e) {  // an allocation inside a job
@@ -397,6 +403,7 @@ class Loader {
         options_.progress(finished, total);
       }
     });
+    if (stopped) return {StatusCode::kIoError, "load: stopped when asked to"};
     // Per tensor, in the order of the jobs: what is reported does not depend on the threads.
     std::vector<std::pair<const TensorEntry*, std::int64_t>> nan;
     for (std::size_t i = 0; i < jobs_.size(); ++i) {

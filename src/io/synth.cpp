@@ -386,12 +386,20 @@ void set_weights(json& root, json& text, SynthWeights weights) {
 // Removes what was written unless told that all went well.
 class Cleanup {
  public:
-  explicit Cleanup(fs::path folder, bool created) : folder_(std::move(folder)), created_(created) {}
+  // To be made before the folders are.
+  explicit Cleanup(const fs::path& folder) {
+    std::error_code ignored;
+    for (fs::path path = fs::absolute(folder, ignored).lexically_normal(); !fs::exists(path, ignored);
+         path = path.parent_path()) {
+      if (path == path.parent_path()) break;
+      if (!path.filename().empty()) new_folders_.push_back(path);  // a trailing slash ends in an empty name
+    }
+  }
   ~Cleanup() {
     if (done) return;
     std::error_code ignored;
     for (const fs::path& file : written) fs::remove(file, ignored);
-    if (created_) fs::remove(folder_, ignored);
+    for (const fs::path& folder : new_folders_) fs::remove(folder, ignored);  // innermost first; empty ones only
   }
   Cleanup(const Cleanup&) = delete;
   Cleanup& operator=(const Cleanup&) = delete;
@@ -399,8 +407,7 @@ class Cleanup {
   bool done = false;
 
  private:
-  fs::path folder_;
-  bool created_;
+  std::vector<fs::path> new_folders_;
 };
 
 Status write_text(const fs::path& path, const std::string& text) {
@@ -423,16 +430,15 @@ Status write_all(const SynthRequest& request, const json& root, std::vector<Tens
     }
     shard_bytes += *bytes;
     total += *bytes;
-    if (request.progress) {
-      tensor.produce = [&request, &finished, &total, inner = std::move(tensor.produce)](const Sink& sink) {
-        return inner([&](std::span<const std::byte> piece) {
-          SLUICE_TRY(sink(piece));
-          finished += static_cast<std::int64_t>(piece.size());
-          request.progress(finished, total);
-          return Status::ok();
-        });
-      };
-    }
+    tensor.produce = [&request, &finished, &total, inner = std::move(tensor.produce)](const Sink& sink) {
+      return inner([&](std::span<const std::byte> piece) {
+        if (request.stop && request.stop()) return Status(StatusCode::kIoError, "synth: stopped when asked to");
+        SLUICE_TRY(sink(piece));
+        finished += static_cast<std::int64_t>(piece.size());
+        if (request.progress) request.progress(finished, total);
+        return Status::ok();
+      });
+    };
     shards.back().push_back(std::move(tensor));
   }
   json weight_map = json::object();
@@ -490,7 +496,7 @@ Status synthesize_checked(const SynthRequest& request) {
   }
   if (wanted > 0) cut_layers(text, family, before->num_layers, layers[wanted - 1] + 1);
   auto config = parse_hf_config(*root, where);
-  if (!config) return config.status();
+  if (!config) return invalid(config.status().message());  // it was sound before the request's own numbers
   const std::string& method = config->quant.method;
   const bool blocks_128 = config->quant.block_rows == kScaleBlock && config->quant.block_cols == kScaleBlock;
   if (!method.empty() && !(method == "fp8" && blocks_128) && method != "mxfp4") {
@@ -507,10 +513,10 @@ Status synthesize_checked(const SynthRequest& request) {
   if (request.out.empty() || (exists && (!fs::is_directory(request.out, error) || !fs::is_empty(request.out, error)))) {
     return invalid(fmt::format("'{}' exists and is not an empty folder", request.out.string()));
   }
+  Cleanup cleanup(request.out);
   if (!exists && !fs::create_directories(request.out, error)) {
     return Status(StatusCode::kIoError, fmt::format("{}: {}", request.out.string(), error.message()));
   }
-  Cleanup cleanup(request.out, !exists);
   Writer writer(request, *config, *plain, nested);
   SLUICE_TRY(writer.set_ignored());
   for (const auto& [layer, moe] : config->moe_layers) SLUICE_TRY(writer.add_layer(layer, moe));

@@ -30,10 +30,13 @@ struct SynthRequest {
   std::int64_t shared_intermediate = 0;  // only where the shared expert has a width of its own (Qwen)
   std::int64_t max_shard_bytes = std::int64_t{5} << 30;
   std::function<void(std::int64_t done_bytes, std::int64_t total_bytes)> progress;  // may be empty
+  // Asked before each piece of at most some MB; true ends the writing with kIoError. May be empty.
+  std::function<bool()> stop;
 };
 
 // Weights are normal with mean 0 and deviation 1/sqrt(fan_in); a scale is its block's amax / 448. Holds no more than a
-// piece of a tensor in memory. On failure nothing it wrote stays behind.
+// piece of a tensor in memory. On failure, and when stopped, nothing it made stays
+// behind: no file, no folder.
 Status synthesize(const SynthRequest& request);
 
 std::vector<std::string> preset_names();

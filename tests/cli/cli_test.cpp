@@ -1,5 +1,6 @@
 // The built `sluice` command: what each command does, its exit codes, and what is left on disk.
 #include <cmath>
+#include <csignal>
 #include <map>
 #include <sstream>
 
@@ -61,6 +62,18 @@ TEST_F(CliTest, UsageErrorsAreTwo) {
   EXPECT_EQ(ran.document()["error"]["exit_code"], 2);
 }
 
+TEST_F(CliTest, WrongWordsAreNamed) {
+  expect_refused({"expalin"}, 2, {"there is no command 'expalin'", "inspect, run, check, explain, synth, bench"});
+  expect_refused({"bogus", "--model", kTiny}, 2, {"'bogus'"});
+  expect_refused({"bench"}, 2, {"give either --model with --layer, or --like"});
+  expect_refused({"bench", "--tokens", "1"}, 2, {"give either --model with --layer, or --like"});
+  for (const char* command : {"run", "check"}) {
+    std::vector<std::string> arguments = {command, "--model", kTiny, "--layer", "1", "--precision", "fp8"};
+    if (command == std::string("run")) arguments.insert(arguments.end(), {"--input", "x", "--output", "y"});
+    expect_refused(arguments, 2, {"--precision: 'fp8' is none of w8a8, w8a16, bf16, f32"});
+  }
+}
+
 // ---- inspect -------------------------------------------------------------------------------------------------
 
 TEST_F(CliTest, InspectTinyAsTextAndJson) {
@@ -93,6 +106,29 @@ TEST_F(CliTest, InspectListsTheOtherLayersWhenOneIsBroken) {
   EXPECT_EQ(document["errors"].size(), 1u);
   EXPECT_EQ(document["errors"][0]["layer"], 2);
   EXPECT_THAT(ran.err, HasSubstr("layers.2"));
+}
+
+TEST_F(CliTest, InspectOfAPartSaysWhereTheModelIs) {
+  for (const char* name : {"model-00001-of-00002.safetensors", "golden.safetensors"}) {
+    const std::string file = std::string(kTiny) + "/" + name;
+    const Ran ran = sluice({"inspect", file});
+    EXPECT_EQ(ran.code, 3);
+    EXPECT_EQ(ran.out, "");
+    EXPECT_EQ(std::count(ran.err.begin(), ran.err.end(), '\n'), 1) << ran.err;
+    EXPECT_THAT(ran.err, HasSubstr("sluice: error: " + file + ": holds no whole layer"));
+    EXPECT_THAT(ran.err, HasSubstr(std::string("give the folder, ") + kTiny));
+    const Ran machine = sluice({"inspect", file, "--json"});
+    EXPECT_EQ(machine.code, 3);
+    EXPECT_THAT(machine.document()["error"]["message"].get<std::string>(), HasSubstr("give the folder"));
+  }
+  // Without the rest of a model there is nothing to hint at.
+  Crafted crafted;
+  crafted.tensors.resize(2);
+  crafted.build();
+  crafted.write(model_);
+  const Ran alone = sluice({"inspect", (model_ / "model.safetensors").string()});
+  EXPECT_EQ(alone.code, 3);
+  EXPECT_THAT(alone.err, Not(HasSubstr("give the folder")));
 }
 
 // ---- run -----------------------------------------------------------------------------------------------------
@@ -185,6 +221,7 @@ TEST_F(CliTest, ZeroTokensSucceed) {
   const std::string out = path("y.safetensors");
   const Ran ran = sluice(run_args(input(0), out));
   ASSERT_EQ(ran.code, 0) << ran.err;
+  EXPECT_THAT(ran.out, testing::EndsWith("0 tokens\n"));  // no time, no rate
   const Written written(out);
   EXPECT_EQ(written.header["y"]["shape"], json({0, 64}));
   EXPECT_EQ(written.header["topk_idx"]["shape"], json({0, 2}));
@@ -218,7 +255,7 @@ TEST_F(CliTest, RunRefusesToOverwriteWhatItReads) {
   fs::rename(model_ / "model.safetensors", model_ / "shards/a.safetensors");
   expect_refused(run_args(x, (model_ / "shards/a.safetensors").string()), 2, {"shards/a.safetensors"});
   expect_refused(run_args(x, path("no/such/folder/y")), 2, {"no/such/folder"});
-  expect_refused(run_args(x, path("y"), {"--precision", "w8a8"}), 3, {"w8a8", "bf16"});
+  expect_refused(run_args(x, path("y.safetensors"), {"--precision", "w8a8"}), 3, {"w8a8", "bf16"});
   EXPECT_EQ(sluice({"inspect", model()}).code, 0) << "the model must be whole still";
 }
 
@@ -234,6 +271,10 @@ TEST_F(CliTest, RunReplacesAnOldOutputOnlyWhenItSucceeds) {
 
 TEST_F(CliTest, OutputsThatNameNoFileAreUsageErrors) {
   Crafted().write(model_);
+  // The bytes are safetensors: under another extension they would be read as another format.
+  for (const char* name : {"o.npy", "o", "o.safetensors.bak", "o.SAFETENSORS"}) {
+    expect_refused(run_args(input(3), path(name)), 2, {"--output", ".safetensors"});
+  }
   expect_refused(run_args(input(3), ""), 2, {"--output"});
   expect_refused(run_args(input(3), path("absent/")), 2, {"--output"});
 }
@@ -340,6 +381,69 @@ TEST_F(CliTest, ExplainNamesEveryStageAndItsWorkspace) {
   const Ran preset = sluice({"explain", "--like", "deepseek-v3", "--tokens", "1"});
   EXPECT_EQ(preset.code, 0) << preset.err;
   EXPECT_THAT(preset.out, HasSubstr("E=256"));
+}
+
+TEST_F(CliTest, ExplainDefaultsToWhatRunWouldPick) {
+  const auto precisions = [&](std::vector<std::string> more) {
+    std::vector<std::string> arguments = {"explain", "--json"};
+    arguments.insert(arguments.end(), more.begin(), more.end());
+    const json document = sluice(arguments).document();
+    std::vector<std::string> names;
+    for (const json& p : document["precisions"]) names.push_back(p["precision"]);
+    return names;
+  };
+  using testing::ElementsAre;
+  EXPECT_THAT(precisions({"--model", kTiny, "--layer", "1"}), ElementsAre("w8a8"));
+  EXPECT_THAT(precisions({"--like", "qwen3-30b"}), ElementsAre("bf16"));
+  EXPECT_THAT(precisions({"--like", "deepseek-v3"}), ElementsAre("w8a8"));
+  EXPECT_THAT(precisions({"--like", "qwen3-30b", "--precision", "all"}), ElementsAre("w8a8", "w8a16", "bf16", "f32"));
+}
+
+TEST_F(CliTest, ExplainSaysAReasonOnce) {
+  const Ran ran = sluice({"explain", "--model", kTiny, "--layer", "1"});
+  ASSERT_EQ(ran.code, 0) << ran.err;
+  const std::size_t begin = ran.out.find("\ndeclined\n"), end = ran.out.find("\nworkspace");
+  ASSERT_LT(begin, end);
+  std::istringstream lines(ran.out.substr(begin + 1, end - begin - 1));
+  std::map<std::string, int> reasons;  // the line without its first column, the stages
+  std::string line;
+  std::getline(lines, line);
+  std::getline(lines, line);
+  const std::size_t column = line.find("IMPLEMENTATION");
+  ASSERT_NE(column, std::string::npos) << line;
+  while (std::getline(lines, line)) EXPECT_EQ(++reasons[line.substr(column)], 1) << line;
+  EXPECT_GE(reasons.size(), 1u);
+}
+
+TEST_F(CliTest, SynthRefusesContradictionsAndNamesLayers) {
+  expect_refused({"synth", "--like", "deepseek-v3", "--experts", "4", "--top-k", "8", "--out", path("m")}, 2,
+                 {"8", "4"});
+  expect_refused({"synth", "--like", "qwen3-30b", "--experts", "4", "--out", path("a/m")}, 2, {"8", "4"});
+  write_file(path("small.json"), Crafted().config.dump());
+  const Ran ran = sluice({"synth", "--like", path("small.json"), "--out", path("made")});
+  ASSERT_EQ(ran.code, 0) << ran.err;
+  EXPECT_THAT(ran.out, HasSubstr(", layer 1 with experts, "));
+}
+
+// Ctrl-C in the middle: the signal is sent when the first file is there, far from the end.
+TEST_F(CliTest, SynthInterruptedLeavesNothing) {
+  const std::string out = path("a/m");
+  const pid_t child = fork();
+  if (child == 0) {
+    execl(SLUICE_CLI, "sluice", "synth", "--like", "deepseek-v3", "--out", out.c_str(), static_cast<char*>(nullptr));
+    _exit(127);
+  }
+  ASSERT_GT(child, 0);
+  int status = 0;
+  std::error_code ec;
+  while (fs::directory_iterator(out, ec) == fs::directory_iterator() && waitpid(child, &status, WNOHANG) == 0) {
+    usleep(1000);
+  }
+  kill(child, SIGINT);
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  ASSERT_TRUE(WIFEXITED(status));
+  EXPECT_EQ(WEXITSTATUS(status), 130);
+  EXPECT_TRUE(listing().empty()) << testing::PrintToString(listing());
 }
 
 TEST_F(CliTest, SynthWritesWhatInspectReadsAndRunRuns) {
