@@ -311,6 +311,7 @@ TEST_F(SynthTest, StoppedLeavesNothingBehind) {
   }
   std::filesystem::create_directories(folder_ / "a" / "b");
   calls = 0;
+  request.stop = [&] { return ++calls == 2; };  // the loop's variable is gone
   EXPECT_THAT(synthesize(request).message(), HasSubstr("stopped"));
   EXPECT_TRUE(std::filesystem::is_empty(folder_ / "a" / "b"));
 }
