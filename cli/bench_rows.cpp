@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdio>
 #include <fstream>
 
 namespace sluice::cli {
@@ -53,6 +54,8 @@ Json to_json(const BenchRow& row) {
                {"active_experts", row.active_experts},
                {"local_experts", row.local_experts},
                {"weight_bytes", row.weight_bytes},
+               {"touched_bytes", row.touched_bytes},
+               {"in_cache", row.in_cache},
                {"runs", row.seconds.size()},
                {"median_us", row.median * 1e6},
                {"p10_us", row.p10 * 1e6},
@@ -72,33 +75,51 @@ Json to_json(const BenchRow& row) {
   return json;
 }
 
-void print_rows(const std::vector<BenchRow>& rows, std::string_view precision, bool stages) {
-  Table table({{"T", true},
-               {"R", true},
-               {"A", true},
-               {"ROW"},
-               {"IMPLEMENTATION"},
-               {"MEDIAN", true},
-               {"P10", true},
-               {"P90", true},
-               {"RUNS", true},
-               {"BYTES", true},
-               {"GB/S", true},
-               {"GFLOP", true},
-               {"GFLOP/S", true},
-               {"SHARE", true},
-               {"OF"}});
-  for (const BenchRow& row : rows) {
-    if (row.precision != precision || (row.kind == "stage" && !stages)) continue;
-    table.add({fmt::format("{}", row.tokens), fmt::format("{}", row.routed_rows), fmt::format("{}", row.active_experts),
-               row.kind == "expert GEMMs" ? row.kind : row.name, row.impl, format_seconds(row.median),
-               format_seconds(row.p10), format_seconds(row.p90), fmt::format("{}", row.seconds.size()),
-               format_bytes(static_cast<std::int64_t>(row.cost.bytes)),
-               fmt::format("{:.1f}", row.cost.bytes / row.median / 1e9), fmt::format("{:.3g}", row.cost.flops / 1e9),
-               fmt::format("{:.1f}", row.cost.flops / row.median / 1e9), fmt::format("{:.0f} %", 100 * row.share),
-               row.ceiling});
+namespace {
+
+// 33.6 MFLOP: the unit follows the size, the digits do not.
+std::string format_flops(double flops) {
+  std::string text = format_bytes(static_cast<std::int64_t>(flops));
+  text.pop_back();
+  return text + "FLOP";
+}
+
+void print_line(const std::vector<std::string>& cells) {
+  // Right-aligned where positive. Widths are fixed, as later rows are not known yet; a longer cell pushes its line.
+  static constexpr int kWidth[] = {5, 6, 4, -16, -12, 9, 9, 9, 4, 8, 7, 11, 8, 6, -6};
+  std::string line;
+  for (std::size_t i = 0; i < cells.size(); ++i) {
+    const int width = i < std::size(kWidth) ? kWidth[i] : -1;
+    line += (i == 0 ? "" : "  ") +
+            (width > 0 ? fmt::format("{:>{}}", cells[i], width) : fmt::format("{:<{}}", cells[i], -width));
   }
-  table.print();
+  line.erase(line.find_last_not_of(' ') + 1);
+  fmt::print("{}\n", line);
+}
+
+}  // namespace
+
+void print_header() {
+  print_line({"T", "R", "A", "ROW", "IMPL", "MEDIAN", "P10", "P90", "RUNS", "BYTES", "GB/S", "WORK", "GFLOP/S", "SHARE",
+              "OF"});
+  std::fflush(stdout);
+}
+
+void print_rows(const std::vector<BenchRow>& rows, bool stages) {
+  for (const BenchRow& row : rows) {
+    if (row.kind == "stage" && !stages) continue;
+    print_line({fmt::format("{}", row.tokens), fmt::format("{}", row.routed_rows),
+                fmt::format("{}", row.active_experts), row.kind == "expert GEMMs" ? row.kind : row.name, row.impl,
+                format_seconds(row.median), format_seconds(row.p10), format_seconds(row.p90),
+                fmt::format("{}", row.seconds.size()), format_bytes(static_cast<std::int64_t>(row.cost.bytes)),
+                fmt::format("{:.1f}", row.cost.bytes / row.median / 1e9), format_flops(row.cost.flops),
+                fmt::format("{:.1f}", row.cost.flops / row.median / 1e9), fmt::format("{:.0f} %", 100 * row.share),
+                row.ceiling, row.in_cache ? "in cache" : ""});
+  }
+  std::fflush(stdout);
+}
+
+void print_formulas(const std::vector<BenchRow>& rows, std::string_view precision, bool stages) {
   // The formulas are the same for every T of a precision.
   std::vector<std::string> said;
   for (const BenchRow& row : rows) {
@@ -113,23 +134,26 @@ void print_rows(const std::vector<BenchRow>& rows, std::string_view precision, b
 
 std::vector<Goal> judge(const std::vector<BenchRow>& rows) {
   std::vector<Goal> goals;
-  const auto add = [&](std::string text, double value, double at_least) {
-    goals.push_back({std::move(text), value, at_least, value >= at_least});
+  const auto add = [&](std::string text, double value, double at_least, bool in_cache) {
+    goals.push_back({std::move(text), value, at_least, value >= at_least, in_cache});
   };
   for (const BenchRow& row : rows) {
     if (row.kind != "expert GEMMs") continue;
     if (row.tokens == 1 && (row.precision == "w8a8" || row.precision == "w8a16")) {
-      add(fmt::format("{} T=1: expert GEMMs, share of the stream bandwidth", row.precision), row.stream_share, 0.5);
+      add(fmt::format("{} T=1: expert GEMMs, share of the stream bandwidth", row.precision), row.stream_share, 0.5,
+          row.in_cache);
     }
     if (row.tokens == 512 && (row.precision == "bf16" || row.precision == "f32")) {
-      add(fmt::format("{} T=512: expert GEMMs, share of the FMA peak", row.precision), row.fma_share, 0.5);
+      add(fmt::format("{} T=512: expert GEMMs, share of the FMA peak", row.precision), row.fma_share, 0.5,
+          row.in_cache);
     }
   }
   for (const BenchRow& a : rows) {
     for (const BenchRow& b : rows) {
       if (a.kind == "layer" && b.kind == "layer" && a.tokens == b.tokens && a.tokens >= 512 && a.precision == "w8a8" &&
           b.precision == "bf16") {
-        add(fmt::format("T={}: layer in w8a8 against bf16, speed ratio", a.tokens), b.median / a.median, 1.0);
+        add(fmt::format("T={}: layer in w8a8 against bf16, speed ratio", a.tokens), b.median / a.median, 1.0,
+            a.in_cache || b.in_cache);
       }
     }
   }

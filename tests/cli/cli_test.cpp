@@ -491,11 +491,34 @@ TEST_F(CliTest, BenchPrintsOneJsonObjectPerLine) {
     EXPECT_LE(row["median_us"], row["p90_us"]);
     EXPECT_GT(row["bytes"], 0);
     EXPECT_NE(row["bytes_formula"], "");
+    EXPECT_TRUE(row["in_cache"].is_boolean());
+    EXPECT_GE(row["touched_bytes"], row["bytes"]);
   }
   EXPECT_EQ(rows["ceilings"], 1);
   EXPECT_EQ(rows["layer"], 4);
   EXPECT_EQ(rows["expert GEMMs"], 4);
   EXPECT_GE(rows["stage"], 4 * 7);
+}
+
+// A checkpoint's weights are copied too, within the memory; what the cache may have served gets no verdict.
+TEST_F(CliTest, BenchRotatesCopiesWithinTheMemory) {
+  std::int64_t bytes_of_all[2] = {};
+  for (int many : {0, 1}) {
+    const Ran ran = sluice({"bench", "--model", kTiny, "--layer", "1", "--tokens", "1", "--precision", "w8a8",
+                            "--seconds", "0.01", "--memory", many != 0 ? "0.02" : "0.01", "--json"});
+    ASSERT_EQ(ran.code, 0) << ran.err;
+    std::istringstream lines(ran.out);
+    double cache = 0;
+    for (std::string line; std::getline(lines, line);) {
+      const json row = json::parse(line);
+      if (row["row"] == "ceilings") cache = row["last_level_cache_bytes"];
+      if (row["row"] == "layer") bytes_of_all[many] = row["weight_bytes"];
+      if (row.contains("in_cache")) EXPECT_EQ(row["in_cache"], row["touched_bytes"] <= cache);
+      if (row["row"] == "goal" && cache > 20e6) EXPECT_TRUE(row["met"].is_null()) << line;
+    }
+    EXPECT_LE(bytes_of_all[many], many != 0 ? 20'000'000 : 10'000'000);
+    if (many != 0 && cache > 20e6) EXPECT_GT(bytes_of_all[1], bytes_of_all[0]);
+  }
 }
 
 }  // namespace
