@@ -220,7 +220,9 @@ TEST(LayerRefusals, ForwardRefusesBadTensors) {
       {"dtype",
        [&] { return layer.forward(changed(ok, [](TensorView& v) { v.dtype = DType::kF16; }), out.view(), ctx); },
        {"x", "f16"}},
-      {"e4m3 into the gate", [&] { return layer.forward(e4m3.view(), out.view(), ctx); }, {"x must be f32 or bf16", "e4m3"}},
+      {"e4m3 into the gate",
+       [&] { return layer.forward(e4m3.view(), out.view(), ctx); },
+       {"x must be f32 or bf16", "e4m3"}},
       {"rows differ", [&] { return layer.forward(ok, out.view().slice(0, 7), ctx); }, {"out", "7", "8"}},
       {"i64 ids",
        [&] {
