@@ -94,8 +94,9 @@ void print_text(const std::string& model, const Checkpoint& checkpoint, const st
   for (const Group& group : groups) {
     const MoeConfig& c = group.info.config;
     const std::string layers = format_ranges(group.layers);
-    fmt::print("{}: gate {}; activation {}{}\n", layers, group.info.gate, describe(c.activation),
-               c.weight_on_input ? "; weight on the expert's input" : "");
+    fmt::print("{}: gate {}; activation {}{}{}\n", layers, group.info.gate, describe(c.activation),
+               c.weight_on_input ? "; weight on the expert's input" : "",
+               c.activation_scale == ScaleFormat::kUe8m0 ? "; activation scales ue8m0 in w8a8" : "");
     for (const auto& [precision, why] : group.document["cannot_run"].items()) {
       fmt::print("{}: not {}: {}\n", layers, precision, why.get<std::string>());
     }

@@ -192,6 +192,7 @@ Json config_json(const MoeConfig& config) {
           {"topk_group", config.gate.topk_group},
           {"routed_scaling_factor", config.gate.routed_scaling_factor},
           {"activation", describe(config.activation)},
+          {"activation_scale", to_string(config.activation_scale)},
           {"weight_on_input", config.weight_on_input},
           {"shared_intermediate", config.shared_intermediate},
           {"has_shared_gate", config.has_shared_gate}};

@@ -115,6 +115,7 @@ Status Pipeline::add_ffn(const std::string& prefix, const FfnWeights& weights, c
   swiglu.h = h;
   swiglu.groups = groups;
   swiglu.activation = config_.activation;
+  swiglu.scale_format = config_.activation_scale;
   swiglu.a = buffers_->make(prefix + "a", path.a, {num_rows, intermediate});  // [R,I]
   std::vector<Output> outputs = {{"a", swiglu.a}};
   if (path.a == DType::kE4M3) {
@@ -188,6 +189,7 @@ Result<Pipeline> Pipeline::create(const MoeConfig& config, const LayerWeights& w
   if (!path) return path.status();
   pack::Args pack;
   pack.x = x;
+  pack.scale_format = config.activation_scale;
   pack.row_token = p.plan_.row_token;
   pack.num_rows = p.plan_.num_rows;
   if (config.weight_on_input) {
@@ -213,6 +215,7 @@ Result<Pipeline> Pipeline::create(const MoeConfig& config, const LayerWeights& w
     if (!shared_path) return shared_path.status();
     pack::Args all;
     all.x = x;
+    all.scale_format = config.activation_scale;
     all.rows = memory.make("shared rows", shared_path->rows, {T, H});
     std::vector<Output> packed = {{"rows", all.rows}};
     if (shared_path->rows == DType::kE4M3) {

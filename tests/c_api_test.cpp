@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cstddef>
 #include <cstring>
 #include <string>
 #include <vector>
@@ -74,7 +75,9 @@ TEST_F(CApi, LayerFromCheckpointRuns) {
 }
 
 TEST_F(CApi, LayerFromPointersGivesTheBitsOfTheCppLayer) {
-  const RandomLayer m = random_layer(small_config(), {.expert_dtype = DType::kE4M3});
+  MoeConfig ue8m0 = small_config();
+  ue8m0.activation_scale = ScaleFormat::kUe8m0;
+  const RandomLayer m = random_layer(ue8m0, {.expert_dtype = DType::kE4M3});
   sluice_moe_config config;
   SLUICE_INIT(config);
   config.hidden = 256;
@@ -89,6 +92,7 @@ TEST_F(CApi, LayerFromPointersGivesTheBitsOfTheCppLayer) {
   config.n_group = 4;
   config.topk_group = 2;
   config.routed_scaling_factor = 2.5f;
+  config.activation_scale = 2;
   sluice_layer_weights weights;
   SLUICE_INIT(weights);
   weights.w_gate = to_c(m.weights.w_gate);
@@ -102,6 +106,13 @@ TEST_F(CApi, LayerFromPointersGivesTheBitsOfTheCppLayer) {
   options.max_rows_per_expert = 4;
   options.num_threads = 1;
   sluice_layer* layer = nullptr;
+  EXPECT_EQ(sluice_layer_create(context_, &config, &weights, &options, &layer), SLUICE_INVALID_ARGUMENT);
+  EXPECT_EQ(error(), "config.activation_scale = 2, expected 0..1");
+  config.struct_bytes = offsetof(sluice_moe_config, activation_scale);  // a caller that does not know the field
+  ASSERT_EQ(sluice_layer_create(context_, &config, &weights, &options, &layer), SLUICE_OK) << error();
+  sluice_layer_destroy(layer);
+  config.struct_bytes = sizeof(config);
+  config.activation_scale = 1;
   ASSERT_EQ(sluice_layer_create(context_, &config, &weights, &options, &layer), SLUICE_OK) << error();
 
   LayerOptions cpp;

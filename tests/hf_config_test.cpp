@@ -187,6 +187,27 @@ TEST(HfConfig, ContradictionsNameFileKeysAndValues) {
   EXPECT_THAT(refusal(llama), HasSubstr("weight_on_input needs top_k = 1"));
 }
 
+TEST(HfConfig, Case40_ScaleFmtIsReadAndNothingElseIsTakenForIt) {
+  const auto with = [](const json& value) {
+    json root = preset("deepseek-v3");
+    root["quantization_config"]["scale_fmt"] = value;
+    return root;
+  };
+  const HfConfig ue8m0 = parse(with("ue8m0"));
+  EXPECT_EQ(ue8m0.quant.scale_format, ScaleFormat::kUe8m0);
+  for (const auto& [layer, moe] : ue8m0.moe_layers) EXPECT_EQ(moe.activation_scale, ScaleFormat::kUe8m0) << layer;
+  for (const json& root : {preset("deepseek-v3"), with(nullptr), with("float"), preset("qwen3-30b")}) {
+    for (const auto& [layer, moe] : parse(root).moe_layers) EXPECT_EQ(moe.activation_scale, ScaleFormat::kF32) << layer;
+  }
+  EXPECT_THAT(refusal(with("e8m0")), HasSubstr("quantization_config 'scale_fmt' is \"e8m0\", expected float or ue8m0"));
+  EXPECT_THAT(refusal(with("UE8M0")), HasSubstr("'scale_fmt' is \"UE8M0\""));
+  EXPECT_THAT(refusal(with("")), HasSubstr("'scale_fmt' is \"\""));
+  EXPECT_THAT(refusal(with(8)), HasSubstr("'scale_fmt' is 8, expected a string"));
+  // Beside the vision tower, in the language model's own config.
+  json nested = {{"model_type", "kimi_k25"}, {"text_config", with("ue8m0")}};
+  EXPECT_EQ(parse(nested).moe_layers.begin()->second.activation_scale, ScaleFormat::kUe8m0);
+}
+
 TEST(HfConfig, Case13And14ImpossibleGatesAreRefused) {
   const auto gate = [](int E, int n_group, int topk_group, int S) {
     json root = preset("deepseek-v3");

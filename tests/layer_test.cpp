@@ -41,9 +41,11 @@ struct Variant {
   Precision precision;
   DType expert_dtype;
   DType shared_dtype;
+  ScaleFormat activation_scale = ScaleFormat::kF32;
 };
 constexpr Variant kVariants[] = {
     {"w8a8", Precision::kW8A8, DType::kE4M3, DType::kE4M3},
+    {"w8a8_ue8m0", Precision::kW8A8, DType::kE4M3, DType::kE4M3, ScaleFormat::kUe8m0},
     {"w8a8_bf16_shared", Precision::kW8A8, DType::kE4M3, DType::kBF16},
     {"w8a16", Precision::kW8A16, DType::kE4M3, DType::kE4M3},
     {"bf16", Precision::kBF16, DType::kBF16, DType::kBF16},
@@ -55,7 +57,8 @@ void PrintTo(const Variant& v, std::ostream* os) { *os << v.name; }
 
 class LayerVariants : public testing::TestWithParam<Variant> {
  protected:
-  RandomLayer model(const MoeConfig& config, bool exact = false) const {
+  RandomLayer model(MoeConfig config, bool exact = false) const {
+    config.activation_scale = GetParam().activation_scale;
     return random_layer(
         config, {.expert_dtype = GetParam().expert_dtype, .shared_dtype = GetParam().shared_dtype, .exact = exact});
   }

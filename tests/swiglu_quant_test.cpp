@@ -11,6 +11,7 @@
 #include "harness/buffer.h"
 #include "harness/codec.h"
 #include "harness/every_way.h"
+#include "harness/scales.h"
 #include "harness/sparse.h"
 
 namespace sluice::swiglu_quant {
@@ -35,6 +36,7 @@ struct Problem {
   bool swap_scale = false;
   std::int64_t gap = 0;
   std::int64_t offset = 0;
+  ScaleFormat scale_format = ScaleFormat::kF32;
 };
 
 struct Swiglu {
@@ -58,6 +60,7 @@ struct Swiglu {
     args.groups = problem.rows_per_group > 0 ? RowGroups::masked(groups.view(), problem.rows_per_group)
                                              : RowGroups::contiguous({groups.view()});
     args.activation = problem.activation;
+    args.scale_format = problem.scale_format;
     args.a = a.view();
     if (problem.a == DType::kE4M3) args.a_scale = scale_view();
     return args;
@@ -129,6 +132,13 @@ void expect_right(const Swiglu& s) {
       }
       if (s.problem.a == DType::kE4M3) {
         const double want = std::max(amax, 1e-10) / 448;
+        if (s.problem.scale_format == ScaleFormat::kUe8m0) {
+          // A power of two within the bound of the f32 scale that was rounded up.
+          ASSERT_EQ(s.scale(b, r), test::least_power_of_two(s.scale(b, r)));
+          ASSERT_GE(static_cast<double>(s.scale(b, r)), want * (1 - 40 * 0x1p-24));
+          ASSERT_LT(static_cast<double>(s.scale(b, r)), want * (2 + 80 * 0x1p-24));
+          continue;
+        }
         ASSERT_LE(std::fabs(static_cast<double>(s.scale(b, r)) - want), want * 40 * 0x1p-24)
             << "row " << r << ", block " << b;
       }
@@ -159,6 +169,7 @@ TEST(SwigluQuant, EveryDtypeSizeActivationAndLayout) {
           problem.swap_scale = seed % 4 < 2;
           problem.gap = static_cast<std::int64_t>(seed % 3);
           problem.offset = static_cast<std::int64_t>(seed % 2);
+          problem.scale_format = seed % 8 < 4 ? ScaleFormat::kF32 : ScaleFormat::kUe8m0;
           SCOPED_TRACE(testing::Message()
                        << to_string(h) << " to " << to_string(a) << ", I = " << width << ", " << describe(activation));
           Swiglu s(problem);
@@ -182,6 +193,8 @@ TEST(SwigluQuant, AnyBitsAtAll) {
       for (const Activation& activation : {kSilu, kClamped, kGptOss}) {
         Swiglu s({.h = h, .a = a, .width = 400, .groups = {0, 10}, .capacity = 10, .activation = activation});
         s.h.fill_random_bits(static_cast<std::uint64_t>(h) * 10 + static_cast<std::uint64_t>(a));
+        s.run_every_way();
+        s.problem.scale_format = ScaleFormat::kUe8m0;
         s.run_every_way();
       }
     }
@@ -245,6 +258,60 @@ TEST(SwigluQuant, Case33_ZeroRowsHaveAScale) {
     run_and_check(s);
     EXPECT_EQ(s.scale(1, 2), 1e-10f / 448.0f);
     for (std::int64_t i = 0; i < 256; ++i) EXPECT_EQ(s.value(2, i), 0.0);
+  }
+}
+
+TEST(SwigluQuant, Case33_ZeroRowsHaveAPowerOfTwoUe8m0) {
+  Swiglu s({.width = 256, .groups = {0, 4}, .capacity = 4, .scale_format = ScaleFormat::kUe8m0});
+  s.h.fill_normal(1);
+  for (std::int64_t i = 0; i < 256; ++i) s.set_up(2, i, 0);
+  run_and_check(s);
+  for (std::int64_t b = 0; b < 2; ++b) EXPECT_EQ(s.scale(b, 2), 0x1p-42f);  // 1e-10 / 448 = 0.98 * 2^-42
+  for (std::int64_t i = 0; i < 256; ++i) EXPECT_EQ(s.value(2, i), 0.0);
+}
+
+// Rounded up, never down or cut off. A gate of 64 has a sigmoid of exactly 1, so the activation is 64 * u.
+TEST(SwigluQuant, Case40_Ue8m0ScalesAreRoundedUpToPowersOfTwo) {
+  for (DType h : {DType::kBF16, DType::kF32}) {
+    Problem problem{.h = h, .width = 320, .groups = {0, 200}, .capacity = 200};
+    Swiglu f32(problem);
+    problem.scale_format = ScaleFormat::kUe8m0;
+    Swiglu ue8m0(problem);
+    for (std::int64_t r = 0; r < 200; ++r) {
+      const double sigma = std::ldexp(1.0, static_cast<int>(r) / 4 - 40);
+      test::fill_normal(f32.h.view().slice(r, 1), static_cast<std::uint64_t>(r), sigma);
+      test::fill_normal(ue8m0.h.view().slice(r, 1), static_cast<std::uint64_t>(r), sigma);
+    }
+    f32.run_once();
+    run_and_check(ue8m0);
+    for (std::int64_t r = 0; r < 200; ++r) {
+      for (std::int64_t b = 0; b < 3; ++b) test::expect_rounded_up(ue8m0.scale(b, r), f32.scale(b, r));
+    }
+  }
+  for (int k : {-30, 0, 9}) {
+    const float one = std::ldexp(1.0f, k);
+    const struct {
+      float up, scale;
+      std::uint8_t byte;
+    } kRows[] = {
+        {7 * one, one, 0x7E},             // 64 * 7 = 448
+        {7.00001f * one, 2 * one, 0x76},  // just above: 224 of twice the scale
+        {6.99999f * one, one, 0x7E},      // just below
+        {4 * one, one, 0x78},             // a power of two itself: 256
+    };
+    for (const auto& row : kRows) {
+      Swiglu s({.h = DType::kF32, .groups = {0, 1}, .capacity = 1, .scale_format = ScaleFormat::kUe8m0});
+      s.h.fill_constant(0);
+      for (std::int64_t i : {5, 6, 7}) s.set_gate(0, i, 64);
+      s.set_up(0, 5, static_cast<double>(row.up));
+      s.set_up(0, 6, static_cast<double>(kInf));
+      s.set_up(0, 7, static_cast<double>(kNaN));
+      s.run_every_way();
+      EXPECT_EQ(s.scale(0, 0), row.scale) << row.up;
+      EXPECT_EQ(static_cast<std::uint8_t>(s.a.view().row(0)[5]), row.byte) << row.up;
+      EXPECT_EQ(static_cast<std::uint8_t>(s.a.view().row(0)[6]), 0x7E);
+      EXPECT_EQ(static_cast<std::uint8_t>(s.a.view().row(0)[7]), 0x7F);
+    }
   }
 }
 

@@ -263,6 +263,23 @@ TEST_F(SynthTest, WeightFormatsAndTheFusedLayout) {
   EXPECT_EQ(test::to_doubles(loaded->weights.experts.w2), before);
 }
 
+TEST_F(SynthTest, ScaleFmtIsKept) {
+  nlohmann::json root = *config_like("deepseek-v3");
+  root["quantization_config"]["scale_fmt"] = "ue8m0";
+  test::write_text(folder_ / "config.json", root.dump());
+  for (SynthWeights weights : {SynthWeights::kAsConfig, SynthWeights::kE4M3, SynthWeights::kBF16}) {
+    SynthRequest request = small("deepseek-v3", folder_ / fmt::format("m{}", static_cast<int>(weights)));
+    request.like = folder_ / "config.json";
+    request.weights = weights;
+    must(synthesize(request));
+    auto opened = Checkpoint::open(request.out);
+    ASSERT_TRUE(opened.is_ok()) << opened.status().message();
+    auto info = opened->layer_info(opened->moe_layers()[0]);
+    ASSERT_TRUE(info.is_ok()) << info.status().message();
+    EXPECT_EQ(info->config.activation_scale, weights == SynthWeights::kBF16 ? ScaleFormat::kF32 : ScaleFormat::kUe8m0);
+  }
+}
+
 TEST_F(SynthTest, RefusalsLeaveNothing) {
   const auto refusal = [](const SynthRequest& request) { return synthesize(request).message(); };
   SynthRequest request = small("nonsense", folder_ / "m");

@@ -86,6 +86,7 @@ typedef struct sluice_moe_config {
   float routed_scaling_factor; /* 0 reads as 1 */
   int32_t activation;          /* 0 silu, 1 silu clamped, 2 gpt-oss */
   float activation_limit, activation_alpha;
+  int32_t activation_scale; /* 0 f32, 1 ue8m0 */
 } sluice_moe_config;
 
 /* sluice/weights.h gives shapes and dtypes. The memory stays the caller's and must outlive the layer. */

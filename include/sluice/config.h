@@ -58,18 +58,26 @@ struct Activation {
 };
 std::string describe(const Activation& activation);
 
+// The scale of a group of activations that is quantised to e4m3; either is stored as f32.
+//   kF32:   scale = max(amax, 1e-10) / 448
+//   kUe8m0: that scale rounded up to a power of two before anything is divided by it (an f32 mantissa that is not zero
+//           is cleared and the exponent rises by one), as models trained with scale_fmt "ue8m0" expect (DeepSeek-V3.1)
+enum class ScaleFormat : std::uint8_t { kF32, kUe8m0 };
+std::string_view to_string(ScaleFormat format);
+
 struct MoeConfig {
   std::int64_t hidden = 0;        // H
   std::int64_t intermediate = 0;  // I
   std::int64_t num_experts = 0;   // E
   std::int64_t top_k = 0;         // S
   GateConfig gate;
-  Activation activation;                 // routed and shared experts alike
-  bool weight_on_input = false;          // Llama 4: x * w goes into the expert; needs S == 1
-  std::int64_t shared_intermediate = 0;  // of all shared experts together; 0: none
-  bool has_shared_gate = false;          // shared output times sigmoid(x . w_shared_gate)
-  std::int64_t first_expert = 0;         // global id of the first local expert
-  std::int64_t num_local = 0;            // L; 0 means all E
+  Activation activation;                             // routed and shared experts alike
+  ScaleFormat activation_scale = ScaleFormat::kF32;  // of rows and a at precision w8a8; nothing else reads it
+  bool weight_on_input = false;                      // Llama 4: x * w goes into the expert; needs S == 1
+  std::int64_t shared_intermediate = 0;              // of all shared experts together; 0: none
+  bool has_shared_gate = false;                      // shared output times sigmoid(x . w_shared_gate)
+  std::int64_t first_expert = 0;                     // global id of the first local expert
+  std::int64_t num_local = 0;                        // L; 0 means all E
 };
 
 inline constexpr std::int64_t kMaxExperts = 1024;

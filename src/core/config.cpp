@@ -80,6 +80,14 @@ std::string describe(const Activation& activation) {
   return "unknown activation";
 }
 
+std::string_view to_string(ScaleFormat format) {
+  switch (format) {
+    case ScaleFormat::kF32: return "f32";
+    case ScaleFormat::kUe8m0: return "ue8m0";
+  }
+  return "unknown scale format";
+}
+
 std::int64_t num_local(const MoeConfig& config) { return config.num_local > 0 ? config.num_local : config.num_experts; }
 
 Status validate(const MoeConfig& config) {

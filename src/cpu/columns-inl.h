@@ -9,12 +9,14 @@
 #define SLUICE_CPU_COLUMNS_INL_H_
 #endif
 
+#include <bit>
 #include <cstdint>
 #include <cstring>
 
 #include "cpu/bf16-inl.h"
 #include "cpu/e4m3_encode-inl.h"
 #include "hwy/highway.h"
+#include "sluice/config.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace sluice {
@@ -65,8 +67,9 @@ HWY_INLINE void StoreColumns(const float* HWY_RESTRICT buffer, size_t n, T* to) 
   if (whole != to) std::memcpy(to, padded, n * sizeof(T));
 }
 
-// to[i] = e4m3(buffer[i] / scale) for i < n; returns scale = max(amax, 1e-10) / 448 over the finite magnitudes.
-HWY_INLINE float QuantiseColumns(const float* HWY_RESTRICT buffer, size_t n, uint8_t* to) {
+// to[i] = e4m3(buffer[i] / scale) for i < n; returns scale = max(amax, 1e-10) / 448 over the finite magnitudes, rounded
+// as `format` says.
+HWY_INLINE float QuantiseColumns(const float* HWY_RESTRICT buffer, size_t n, ScaleFormat format, uint8_t* to) {
   namespace hn = hwy::HWY_NAMESPACE;
   const ColumnTag d;
   const auto inf = hn::BitCast(d, hn::Set(hn::RebindToUnsigned<ColumnTag>(), 0x7F800000u));
@@ -76,7 +79,11 @@ HWY_INLINE float QuantiseColumns(const float* HWY_RESTRICT buffer, size_t n, uin
     largest = hn::Max(largest, hn::IfThenElseZero(hn::Lt(magnitude, inf), magnitude));  // false for NaN
   }
   const float amax = hn::GetLane(hn::MaxOfLanes(d, largest));
-  const float scale = (amax > 1e-10f ? amax : 1e-10f) / 448.0f;
+  float scale = (amax > 1e-10f ? amax : 1e-10f) / 448.0f;
+  if (format == ScaleFormat::kUe8m0) {
+    // Between 2^-43 and 2^120: never subnormal, and the exponent has room to rise. A mantissa carries into it.
+    scale = std::bit_cast<float>((std::bit_cast<uint32_t>(scale) + 0x007FFFFFu) & 0xFF800000u);
+  }
 
   const auto divisor = hn::Set(d, scale);
   HWY_ALIGN uint8_t padded[kColumns];

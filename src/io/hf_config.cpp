@@ -307,6 +307,13 @@ Status read_quant(const json& root, const std::string& where, QuantConfig& quant
   if (quant.method.empty()) return bad(fmt::format("{}: quantization_config has no 'quant_method'", where));
   SLUICE_TRY(text("fmt", quant.format));
   SLUICE_TRY(text("format", quant.format));
+  std::string scale_format = "float";
+  SLUICE_TRY(text("scale_fmt", scale_format));
+  if (scale_format == "ue8m0") {
+    quant.scale_format = ScaleFormat::kUe8m0;
+  } else if (scale_format != "float") {
+    return wrong("scale_fmt", "float or ue8m0");
+  }
   const auto block = [&](const json& from, const char* key) -> Status {
     if (!from.contains(key) || from[key].is_null()) return Status::ok();
     const json& b = from[key];
@@ -397,6 +404,7 @@ Result<HfConfig> parse_hf_config(const json& root, const std::string& where) {
       config.cannot_run[layer] = "the layer chooses its experts by token id (hash_moe), not by a gate";
     }
     if (!other_activation.empty()) config.cannot_run[layer] = other_activation;
+    moe->activation_scale = config.quant.scale_format;
     config.moe_layers.emplace(layer, *moe);
   }
   return config;

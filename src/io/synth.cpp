@@ -371,6 +371,11 @@ Result<DType> plain_dtype(const json& root, const json& text) {
 
 void set_weights(json& root, json& text, SynthWeights weights) {
   if (weights == SynthWeights::kAsConfig) return;
+  json scale_format;  // how activations are quantised outlives the weights' format
+  for (const json* from : {&text, &root}) {
+    const auto quant = from->find("quantization_config");
+    if (quant != from->end() && quant->is_object()) scale_format = quant->value("scale_fmt", scale_format);
+  }
   root.erase("quantization_config");
   text.erase("quantization_config");
   root.erase("dtype");
@@ -380,6 +385,7 @@ void set_weights(json& root, json& text, SynthWeights weights) {
   if (weights == SynthWeights::kE4M3) {
     root["quantization_config"] = {
         {"quant_method", "fp8"}, {"fmt", "e4m3"}, {"activation_scheme", "dynamic"}, {"weight_block_size", {128, 128}}};
+    if (!scale_format.is_null()) root["quantization_config"]["scale_fmt"] = scale_format;
   }
 }
 

@@ -142,6 +142,7 @@ Status to_config(const sluice_moe_config* given, sluice::MoeConfig& out) {
   SLUICE_TRY(to_enum("config.renorm", c.renorm, 3, out.gate.renorm));
   SLUICE_TRY(to_enum("config.scale_rule", c.scale_rule, 2, out.gate.scale_rule));
   SLUICE_TRY(to_enum("config.activation", c.activation, 3, out.activation.kind));
+  SLUICE_TRY(to_enum("config.activation_scale", c.activation_scale, 2, out.activation_scale));
   out.gate.has_score_bias = c.has_score_bias != 0;
   out.gate.has_router_bias = c.has_router_bias != 0;
   out.gate.n_group = c.n_group == 0 ? 1 : c.n_group;

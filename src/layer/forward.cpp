@@ -60,11 +60,11 @@ Status check_call(const Layer::State& s, const TensorSpec& x_spec, const TensorV
 }
 
 // up, activation, down on rows that are grouped already.
-Status experts(const FfnStages& stages, const FfnWeights& weights, const Activation& activation, const FfnBuffers& b,
+Status experts(const Layer::State& s, const FfnStages& stages, const FfnWeights& weights, const FfnBuffers& b,
                const RowGroups& groups, const Ctx& ctx) {
-  SLUICE_TRY(stages.up(up_args(weights, b, groups), ctx));       // [R,H]  -> h [R,2I]
-  SLUICE_TRY(stages.act(act_args(activation, b, groups), ctx));  // [R,2I] -> a [R,I]
-  return stages.down(down_args(weights, b, groups), ctx);        // [R,I]  -> y [R,H]
+  SLUICE_TRY(stages.up(up_args(weights, b, groups), ctx));  // [R,H]  -> h [R,2I]
+  SLUICE_TRY(stages.act(act_args(s, b, groups), ctx));      // [R,2I] -> a [R,I]
+  return stages.down(down_args(weights, b, groups), ctx);   // [R,I]  -> y [R,H]
 }
 
 // The shared expert sees every token: one group of T rows, packed like the others where its path wants it.
@@ -73,10 +73,10 @@ Status shared_expert(const Layer::State& s, Call& call, const TensorView& x) {
   if (x.dtype == s.shared_path.rows) {
     b.rows.data = x;
   } else {
-    SLUICE_TRY(s.shared.pack({.x = x, .rows = b.rows.data, .rows_scale = b.rows.scale}, call.ctx));
+    SLUICE_TRY(s.shared.pack(whole_pack_args(s, b.rows, x, {}), call.ctx));
   }
   if (s.config.has_shared_gate) SLUICE_TRY(s.shared_logits(shared_logits_args(s, call.b, x), call.ctx));
-  return experts(s.shared, s.weights.shared, s.config.activation, b, RowGroups::whole(), call.ctx);
+  return experts(s, s.shared, s.weights.shared, b, RowGroups::whole(), call.ctx);
 }
 
 // From routing to output: what both token entry points share.
@@ -90,8 +90,7 @@ Status run_routed(const Layer::State& s, Call& call, const TensorView& x, const 
   SLUICE_TRY(s.options.transport->dispatch(b.plan, b.routed.rows, arrived, call.ctx));  // rows to their experts' ranks
   FfnBuffers local = b.routed;
   local.rows = arrived;
-  SLUICE_TRY(experts(s.routed, s.weights.experts, s.config.activation, local,
-                     RowGroups::contiguous(b.plan.expert_offset), call.ctx));
+  SLUICE_TRY(experts(s, s.routed, s.weights.experts, local, RowGroups::contiguous(b.plan.expert_offset), call.ctx));
   SLUICE_TRY(s.options.transport->combine(b.plan, {local.y, {}}, returned, call.ctx));  // y back to the tokens' ranks
   if (s.has_shared()) SLUICE_TRY(shared_expert(s, call, x));                            // x [T,H] -> shared.y [T,H]
   return s.combine(combine_args(s, b, returned.data, out), call.ctx);                   // y [R,H] -> out [T,H]
@@ -195,10 +194,9 @@ Status Layer::forward_grouped(const Rows& rows, const ExpertOffsets& expert_offs
   } else {
     // The last offset is the row count: rows past it stay unread.
     const TensorView count = expert_offset.view.slice(num_local(s.config), 1);
-    SLUICE_TRY(
-        s.routed.pack({.x = rows.data, .num_rows = count, .rows = b.rows.data, .rows_scale = b.rows.scale}, call.ctx));
+    SLUICE_TRY(s.routed.pack(whole_pack_args(s, b.rows, rows.data, count), call.ctx));
   }
-  return experts(s.routed, s.weights.experts, s.config.activation, b, groups, call.ctx);
+  return experts(s, s.routed, s.weights.experts, b, groups, call.ctx);
 }
 
 Status Layer::forward_masked(const Rows& rows, const TensorView& num_rows, const TensorView& out,
@@ -225,14 +223,12 @@ Status Layer::forward_masked(const Rows& rows, const TensorView& num_rows, const
   } else {
     for (std::int64_t e = 0; e < num_groups; ++e) {
       const std::int64_t first = e * per_group;
-      SLUICE_TRY(s.routed.pack({.x = rows.data.slice(first, per_group),
-                                .num_rows = num_rows.slice(e, 1),
-                                .rows = b.rows.data.slice(first, per_group),
-                                .rows_scale = slice_rows_of_scale(b.rows.scale, first, per_group)},
-                               call.ctx));
+      const Rows packed{b.rows.data.slice(first, per_group), slice_rows_of_scale(b.rows.scale, first, per_group)};
+      SLUICE_TRY(
+          s.routed.pack(whole_pack_args(s, packed, rows.data.slice(first, per_group), num_rows.slice(e, 1)), call.ctx));
     }
   }
-  return experts(s.routed, s.weights.experts, s.config.activation, b, groups, call.ctx);
+  return experts(s, s.routed, s.weights.experts, b, groups, call.ctx);
 }
 
 }  // namespace sluice

@@ -60,17 +60,24 @@ std::string gemm_text(const grouped_gemm::Args& a) {
   return fmt::format("a {}, w {} -> {}", a.a.to_string(), a.w.to_string(), a.out.to_string());
 }
 
+std::string scale_text(const TensorView& quantised, ScaleFormat format) {
+  return quantised.dtype == DType::kE4M3 ? fmt::format(", scales {}", to_string(format)) : "";
+}
+
 Status resolve_ffn(Layer::State& s, std::string_view prefix, const FfnWeights& weights, const FfnBuffers& b,
                    const RowGroups& groups, const pack::Args& pack, FfnStages& stages) {
   const auto up = up_args(weights, b, groups);
-  const auto act = act_args(s.config.activation, b, groups);
+  const auto act = act_args(s, b, groups);
   const auto down = down_args(weights, b, groups);
-  SLUICE_TRY(resolve(s, fmt::format("{}pack", prefix), "pack", pack::impls(), pack,
-                     fmt::format("x {} -> {}", pack.x.to_string(), pack.rows.to_string()), stages.pack));
+  SLUICE_TRY(resolve(
+      s, fmt::format("{}pack", prefix), "pack", pack::impls(), pack,
+      fmt::format("x {} -> {}{}", pack.x.to_string(), pack.rows.to_string(), scale_text(pack.rows, pack.scale_format)),
+      stages.pack));
   SLUICE_TRY(
       resolve(s, fmt::format("{}up", prefix), "grouped_gemm", grouped_gemm::impls(), up, gemm_text(up), stages.up));
   SLUICE_TRY(resolve(s, fmt::format("{}swiglu_quant", prefix), "swiglu_quant", swiglu_quant::impls(), act,
-                     fmt::format("h {} -> {}; {}", act.h.to_string(), act.a.to_string(), describe(act.activation)),
+                     fmt::format("h {} -> {}{}; {}", act.h.to_string(), act.a.to_string(),
+                                 scale_text(act.a, act.scale_format), describe(act.activation)),
                      stages.act));
   return resolve(s, fmt::format("{}down", prefix), "grouped_gemm", grouped_gemm::impls(), down, gemm_text(down),
                  stages.down);
@@ -103,8 +110,8 @@ Status resolve_all(Layer::State& s) {
       resolve_ffn(s, "", s.weights.experts, b.routed, RowGroups::contiguous(b.plan.expert_offset), pack, s.routed));
 
   if (s.has_shared()) {
-    const pack::Args shared_pack{.x = x, .rows = b.shared.rows.data, .rows_scale = b.shared.rows.scale};
-    SLUICE_TRY(resolve_ffn(s, "shared ", s.weights.shared, b.shared, RowGroups::whole(), shared_pack, s.shared));
+    SLUICE_TRY(resolve_ffn(s, "shared ", s.weights.shared, b.shared, RowGroups::whole(),
+                           whole_pack_args(s, b.shared.rows, x, {}), s.shared));
     if (s.config.has_shared_gate) {
       const auto args = shared_logits_args(s, b, x);
       SLUICE_TRY(resolve(s, "shared gate", "gate.logits", gate::logits_impls(), args,

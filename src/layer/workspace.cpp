@@ -110,7 +110,8 @@ pack::Args pack_args(const Layer::State& state, const Buffers& b, const TensorVi
           .num_rows = b.plan.num_rows,
           .weight = state.config.weight_on_input ? b.topk_weight : TensorView{},
           .rows = b.routed.rows.data,
-          .rows_scale = b.routed.rows.scale};
+          .rows_scale = b.routed.rows.scale,
+          .scale_format = state.config.activation_scale};
 }
 
 grouped_gemm::Args up_args(const FfnWeights& weights, const FfnBuffers& b, const RowGroups& groups) {
@@ -124,8 +125,22 @@ grouped_gemm::Args up_args(const FfnWeights& weights, const FfnBuffers& b, const
           .out = b.h};
 }
 
-swiglu_quant::Args act_args(const Activation& activation, const FfnBuffers& b, const RowGroups& groups) {
-  return {.h = b.h, .groups = groups, .activation = activation, .a = b.a.data, .a_scale = b.a.scale};
+pack::Args whole_pack_args(const Layer::State& state, const Rows& rows, const TensorView& x,
+                           const TensorView& num_rows) {
+  return {.x = x,
+          .num_rows = num_rows,
+          .rows = rows.data,
+          .rows_scale = rows.scale,
+          .scale_format = state.config.activation_scale};
+}
+
+swiglu_quant::Args act_args(const Layer::State& state, const FfnBuffers& b, const RowGroups& groups) {
+  return {.h = b.h,
+          .groups = groups,
+          .activation = state.config.activation,
+          .a = b.a.data,
+          .a_scale = b.a.scale,
+          .scale_format = state.config.activation_scale};
 }
 
 grouped_gemm::Args down_args(const FfnWeights& weights, const FfnBuffers& b, const RowGroups& groups) {

@@ -62,7 +62,8 @@ void MakeRow(const Args& args, std::int64_t t, std::int64_t r, const float* weig
     const auto n = static_cast<std::size_t>(std::min(kScaleBlock, hidden - column));
     LoadToken(args, t, column, n, weight, buffer);
     if (args.rows.dtype == DType::kE4M3) {
-      const float scale = simd::QuantiseColumns(buffer, n, reinterpret_cast<std::uint8_t*>(row) + column);
+      const float scale =
+          simd::QuantiseColumns(buffer, n, args.scale_format, reinterpret_cast<std::uint8_t*>(row) + column);
       args.rows_scale.as<float>()[column / kScaleBlock * args.rows_scale.stride[0] + r * args.rows_scale.stride[1]] =
           scale;
     } else if (args.rows.dtype == DType::kBF16) {

@@ -20,7 +20,8 @@ void quantise_row(const std::vector<float>& v, const Args& args, std::int64_t r)
     for (std::size_t h = begin; h < end; ++h) {
       if (std::isfinite(v[h])) amax = std::fmax(amax, std::fabs(v[h]));
     }
-    const float scale = std::fmax(amax, 1e-10f) / 448.0f;
+    float scale = std::fmax(amax, 1e-10f) / 448.0f;
+    if (args.scale_format == ScaleFormat::kUe8m0) scale = reference::power_of_two_from(scale);
     const std::int64_t b = static_cast<std::int64_t>(begin) / kScaleBlock;
     args.rows_scale.as<float>()[b * args.rows_scale.stride[0] + r * args.rows_scale.stride[1]] = scale;
     for (std::size_t h = begin; h < end; ++h) row[h] = reference::e4m3_from_f32(v[h] / scale);

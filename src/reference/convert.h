@@ -27,6 +27,13 @@ inline std::uint16_t bf16_from_f32(float value) {
   return below % 2 == 0 ? below : above;
 }
 
+// The smallest power of two that is not below a positive value.
+inline float power_of_two_from(float value) {
+  int exponent = 0;
+  const float half_to_one = std::frexp(value, &exponent);
+  return half_to_one == 0.5f ? value : std::ldexp(1.0f, exponent);
+}
+
 inline double e4m3_value(int code) {  // code 0 to 126, the finite magnitudes
   const int exponent = code / 8;
   const int mantissa = code % 8;

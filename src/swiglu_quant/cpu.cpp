@@ -60,7 +60,7 @@ void Rows(const Args& args, std::int64_t begin, std::int64_t end) {
       }
       std::byte* const a = args.a.row(r);
       if (args.a.dtype == DType::kE4M3) {
-        const float scale = simd::QuantiseColumns(v, n, reinterpret_cast<std::uint8_t*>(a) + column);
+        const float scale = simd::QuantiseColumns(v, n, args.scale_format, reinterpret_cast<std::uint8_t*>(a) + column);
         args.a_scale.as<float>()[column / kScaleBlock * args.a_scale.stride[0] + r * args.a_scale.stride[1]] = scale;
       } else if (args.a.dtype == DType::kBF16) {
         simd::StoreColumns(v, n, reinterpret_cast<std::uint16_t*>(a) + column);

@@ -51,7 +51,8 @@ void row(const Args& args, std::int64_t r) {
       const float value = v[static_cast<std::size_t>(i)];
       if (std::isfinite(value)) amax = std::fmax(amax, std::fabs(value));
     }
-    const float scale = std::fmax(amax, 1e-10f) / 448.0f;
+    float scale = std::fmax(amax, 1e-10f) / 448.0f;
+    if (args.scale_format == ScaleFormat::kUe8m0) scale = reference::power_of_two_from(scale);
     args.a_scale.as<float>()[b * args.a_scale.stride[0] + r * args.a_scale.stride[1]] = scale;
     for (std::int64_t i = b * kScaleBlock; i < end; ++i) {
       args.a.as<std::uint8_t>()[r * args.a.stride[0] + i] =

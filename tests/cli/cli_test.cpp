@@ -381,6 +381,15 @@ TEST_F(CliTest, ExplainNamesEveryStageAndItsWorkspace) {
   const Ran preset = sluice({"explain", "--like", "deepseek-v3", "--tokens", "1"});
   EXPECT_EQ(preset.code, 0) << preset.err;
   EXPECT_THAT(preset.out, HasSubstr("E=256"));
+  EXPECT_THAT(preset.out, HasSubstr("scales f32"));
+  // The format of the activation scales is the model's.
+  json config = Crafted().config;
+  config["quantization_config"] = {{"quant_method", "fp8"}, {"weight_block_size", {128, 128}}, {"scale_fmt", "ue8m0"}};
+  write_file(path("ue8m0.json"), config.dump());
+  const Ran ue8m0 = sluice({"explain", "--like", path("ue8m0.json"), "--tokens", "1", "--precision", "w8a8"});
+  EXPECT_EQ(ue8m0.code, 0) << ue8m0.err;
+  EXPECT_THAT(ue8m0.out, HasSubstr("scales ue8m0"));
+  EXPECT_THAT(ue8m0.out, Not(HasSubstr("scales f32")));
 }
 
 TEST_F(CliTest, ExplainDefaultsToWhatRunWouldPick) {

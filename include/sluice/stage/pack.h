@@ -3,13 +3,15 @@
 //   v = x[row_token[r], :]                       (* weight[row_slot[r]] in fp32, when `weight` is present: Llama 4)
 //   rows bf16 / f32: rows[r,:] = v, rounded once
 //   rows e4m3:       rows_scale[b,r] = max(amax, 1e-10) / 448,  amax over the finite |v| of columns [128b, 128b+128)
+//                    rounded up to a power of two first with scale_format kUe8m0 (sluice/config.h)
 //                    rows[r,h] = e4m3(v[h] / rows_scale[b,r])    fp32 division, round to nearest even, saturating;
 //                    +-Inf becomes +-448, NaN stays NaN (0x7F, sign kept) and alone
 // A token is quantised once, then replicated. x may also be e4m3 with x_scale already (rows must be e4m3, no
-// `weight`): then bytes and scales are only moved. The last block may be shorter than 128 columns; columns
-// past H never enter amax. Rows past num_rows are not written.
+// `weight`): then bytes and scales are only moved, whatever scale_format says. The last block may be shorter than 128
+// columns; columns past H never enter amax. Rows past num_rows are not written.
 #pragma once
 
+#include "sluice/config.h"
 #include "sluice/plan.h"
 
 namespace sluice::pack {
@@ -32,6 +34,7 @@ struct Args {
   TensorView weight;      // [T,S] f32, optional
   TensorView rows;        // [R,H] out
   TensorView rows_scale;  // [Hb,R] f32 out, present exactly when rows is e4m3
+  ScaleFormat scale_format = ScaleFormat::kF32;
 };
 Status check(const Args& args, Phase phase = Phase::kRun);
 std::span<const Impl<Args>> impls();

@@ -4,6 +4,7 @@
 //   v = activation(g, u)          (sluice/config.h; silu(g) = g * sigmoid(g) in specified fp32)
 //   a bf16 / f32: a[r,i] = v, rounded once
 //   a e4m3:       a_scale[b,r] = max(amax, 1e-10) / 448, amax over the finite |v| of columns [128b, 128b+128)
+//                 rounded up to a power of two first with scale_format kUe8m0 (sluice/config.h)
 //                 a[r,i] = e4m3(v / a_scale)          fp32 division, round to nearest even, saturating;
 //                 +-Inf becomes +-448, NaN stays NaN and alone
 // The limit clamps g from above only and u on both sides, before the activation and before the quantisation; NaN
@@ -25,6 +26,7 @@ struct Args {
   Activation activation;
   TensorView a;        // [R,I] out
   TensorView a_scale;  // [Ib,R] f32 out, present exactly when a is e4m3
+  ScaleFormat scale_format = ScaleFormat::kF32;
 };
 Status check(const Args& args, Phase phase = Phase::kRun);
 std::span<const Impl<Args>> impls();
