@@ -1,5 +1,6 @@
 // The MoE layer: create once, forward many. Creation checks everything, books every byte of workspace and
-// resolves every stage to a function; the forward calls only run.
+// resolves every stage to a function; the forward calls only run: they allocate nothing of their own (with more than one
+// thread, oneTBB may grow its pool of task objects).
 //
 // A Layer is immutable after create and may be used from several threads at once, each with its own workspace.
 #pragma once

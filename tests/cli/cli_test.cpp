@@ -522,11 +522,17 @@ TEST_F(CliTest, BenchRotatesCopiesWithinTheMemory) {
       const json row = json::parse(line);
       if (row["row"] == "ceilings") cache = row["last_level_cache_bytes"];
       if (row["row"] == "layer") bytes_of_all[many] = row["weight_bytes"];
-      if (row.contains("in_cache")) EXPECT_EQ(row["in_cache"], row["touched_bytes"] <= cache);
-      if (row["row"] == "goal" && cache > 20e6) EXPECT_TRUE(row["met"].is_null()) << line;
+      if (row.contains("in_cache")) {
+        EXPECT_EQ(row["in_cache"], row["touched_bytes"] <= cache);
+      }
+      if (row["row"] == "goal" && cache > 20e6) {
+        EXPECT_TRUE(row["met"].is_null()) << line;
+      }
     }
     EXPECT_LE(bytes_of_all[many], many != 0 ? 20'000'000 : 10'000'000);
-    if (many != 0 && cache > 20e6) EXPECT_GT(bytes_of_all[1], bytes_of_all[0]);
+    if (many != 0 && cache > 20e6) {
+      EXPECT_GT(bytes_of_all[1], bytes_of_all[0]);
+    }
   }
 }
 
