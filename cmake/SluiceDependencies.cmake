@@ -4,11 +4,6 @@ function(sluice_dependency name state purpose)
   set(SLUICE_DEPENDENCY_TABLE "${SLUICE_DEPENDENCY_TABLE}${name}|${state}|${purpose};" PARENT_SCOPE)
 endfunction()
 
-# The CUDA half is not in this version: asking for it must not end in a CPU library.
-if(SLUICE_CUDA AND NOT SLUICE_CUDA STREQUAL "OFF" AND NOT SLUICE_CUDA STREQUAL "AUTO")
-  message(FATAL_ERROR "SLUICE_CUDA=${SLUICE_CUDA}: this version has no CUDA code yet; configure with -DSLUICE_CUDA=OFF")
-endif()
-
 find_package(TBB 2021 REQUIRED COMPONENTS tbb)
 sluice_dependency("oneTBB" "${TBB_VERSION}" "threads")
 find_package(hwy REQUIRED)

@@ -3,6 +3,10 @@
 
 #include <fmt/format.h>
 
+#ifdef SLUICE_WITH_CUDA
+#include "combine/cuda.h"
+#endif
+
 namespace sluice::combine {
 
 Status run_reference(const Args& args, const Ctx& ctx);
@@ -14,6 +18,9 @@ namespace {
 Status always(const Args&, const Machine&) { return Status::ok(); }
 
 constexpr Impl<Args> kImpls[] = {
+#ifdef SLUICE_WITH_CUDA
+    {"cuda", DeviceKind::kCuda, always, nullptr, nullptr, run_cuda},
+#endif
     {"cpu", DeviceKind::kCpu, always, nullptr, describe_cpu, run_cpu},
     {"reference", DeviceKind::kCpu, always, nullptr, nullptr, run_reference},
 };

@@ -2,6 +2,9 @@
 #include <fmt/format.h>
 
 #include "gate/impls.h"
+#ifdef SLUICE_WITH_CUDA
+#include "gate/cuda.h"
+#endif
 
 namespace sluice::gate {
 
@@ -40,6 +43,9 @@ constexpr Impl<LogitsArgs> kLogitsImpls[] = {
 };
 
 constexpr Impl<SelectArgs> kSelectImpls[] = {
+#ifdef SLUICE_WITH_CUDA
+    {.name = "cuda", .device = DeviceKind::kCuda, .can_run = always<SelectArgs>, .run = select_cuda},
+#endif
     {.name = "cpu", .can_run = always<SelectArgs>, .run = select_cpu},
     {.name = "reference", .can_run = always<SelectArgs>, .run = select_reference},
 };

@@ -3,6 +3,10 @@
 
 #include <fmt/format.h>
 
+#ifdef SLUICE_WITH_CUDA
+#include "pack/cuda.h"
+#endif
+
 #include <limits>
 
 namespace sluice::pack {
@@ -17,6 +21,9 @@ namespace {
 Status always(const Args&, const Machine&) { return Status::ok(); }
 
 constexpr Impl<Args> kImpls[] = {
+#ifdef SLUICE_WITH_CUDA
+    {"cuda", DeviceKind::kCuda, always, nullptr, nullptr, run_cuda},
+#endif
     {"cpu", DeviceKind::kCpu, always, scratch_bytes_cpu, describe_cpu, run_cpu},
     {"reference", DeviceKind::kCpu, always, nullptr, nullptr, run_reference},
 };
@@ -38,6 +45,7 @@ Status check(const Args& args, Phase phase) {
   } else {
     binder.set(Axis::kR, args.x.shape[0], "the T of x, as row_token is absent");
   }
+  SLUICE_TRY(binder.bind(kSlotRow, args.slot_row, phase));
   SLUICE_TRY(binder.bind(kRows, args.rows, phase));
   if (args.rows.shape[0] > std::numeric_limits<std::int32_t>::max()) {
     return fail(fmt::format("rows = {} has more rows than an i32 can number", args.rows.to_string()));

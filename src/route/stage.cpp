@@ -3,6 +3,10 @@
 
 #include <fmt/format.h>
 
+#ifdef SLUICE_WITH_CUDA
+#include "route/cuda.h"
+#endif
+
 #include <limits>
 
 namespace sluice::route {
@@ -15,8 +19,18 @@ std::string describe_cpu(const Args& args, const Machine& machine);
 namespace {
 
 Status always(const Args&, const Machine&) { return Status::ok(); }
+#ifdef SLUICE_WITH_CUDA
+// Naming the bad id would need the host to read ids, hence a synchronisation in the call.
+Status unchecked(const Args& args, const Machine&) {
+  if (!args.checked) return Status::ok();
+  return {StatusCode::kUnsupported, "checked is a host's work: ids are counted on the GPU, not named"};
+}
+#endif
 
 constexpr Impl<Args> kImpls[] = {
+#ifdef SLUICE_WITH_CUDA
+    {"cuda", DeviceKind::kCuda, unchecked, scratch_bytes_cuda, nullptr, run_cuda},
+#endif
     {"cpu", DeviceKind::kCpu, always, scratch_bytes_cpu, describe_cpu, run_cpu},
     {"reference", DeviceKind::kCpu, always, nullptr, nullptr, run_reference},
 };

@@ -20,6 +20,7 @@ inline constexpr TensorSpec kX{"x", {DType::kBF16, DType::kF32, DType::kE4M3}, {
 inline constexpr TensorSpec kXScale = TensorSpec{"x_scale", DType::kF32, {Axis::kHb, Axis::kT}}.opt().strided();
 inline constexpr TensorSpec kRowToken{"row_token", DType::kI32, {Axis::kR}};
 inline constexpr TensorSpec kRowSlot{"row_slot", DType::kI32, {Axis::kR}};
+inline constexpr TensorSpec kSlotRow = TensorSpec{"slot_row", DType::kI32, {Axis::kT, Axis::kS}}.opt();
 inline constexpr TensorSpec kNumRows{"num_rows", DType::kI32, {Axis::kOne}};
 inline constexpr TensorSpec kWeight = TensorSpec{"weight", DType::kF32, {Axis::kT, Axis::kS}}.opt();
 inline constexpr TensorSpec kRows{"rows", {DType::kBF16, DType::kF32, DType::kE4M3}, {Axis::kR, Axis::kH}};
@@ -30,6 +31,7 @@ struct Args {
   TensorView x_scale;     // [Hb,T] f32, present exactly when x is e4m3; either stride order
   TensorView row_token;   // [R] i32; absent: rows are the tokens themselves, R = T (shared expert)
   TensorView row_slot;    // [R] i32; needed only with weight
+  TensorView slot_row;    // [T,S] i32, optional beside row_token: the same plan by token, so that a token is read once
   TensorView num_rows;    // [1] i32; absent: all R rows
   TensorView weight;      // [T,S] f32, optional
   TensorView rows;        // [R,H] out
