@@ -1,0 +1,91 @@
+// Device copies of host tensors, with guard bytes round each, and the comparison of what came back.
+#pragma once
+
+#include <cuda_runtime.h>
+#include <gtest/gtest.h>
+
+#include <cstddef>
+#include <cstring>
+#include <vector>
+
+#include "sluice/core.h"
+
+namespace sluice::test {
+
+// Bytes from the first to the last element, gaps between rows included.
+inline std::size_t span_bytes(const TensorView& view) {
+  if (view.num_elements() == 0) return 0;
+  std::int64_t last = 0;
+  for (int i = 0; i < view.rank; ++i)
+    last += (view.shape[static_cast<std::size_t>(i)] - 1) * view.stride[static_cast<std::size_t>(i)];
+  return static_cast<std::size_t>((last + 1) * size_bytes(view.dtype));
+}
+
+class DeviceMirror {
+ public:
+  DeviceMirror() = default;
+  DeviceMirror(const DeviceMirror&) = delete;
+  DeviceMirror& operator=(const DeviceMirror&) = delete;
+  ~DeviceMirror() {
+    for (const Copy& c : copies_) cudaFree(c.base);
+  }
+
+  // Replaces the view's memory by a device copy at the same distance from a 256-byte boundary.
+  void add(TensorView& view) {
+    if (!view.is_present()) return;
+    Copy c;
+    c.host = view.data;
+    c.bytes = span_bytes(view);
+    c.lead = kGuardBytes + reinterpret_cast<std::uintptr_t>(view.data) % 256;
+    std::vector<std::byte> image(c.lead + c.bytes + kGuardBytes, kGuard);
+    if (c.bytes > 0) std::memcpy(image.data() + c.lead, c.host, c.bytes);
+    ASSERT_EQ(cudaMalloc(&c.base, image.size()), cudaSuccess);
+    ASSERT_EQ(cudaMemcpy(c.base, image.data(), image.size(), cudaMemcpyHostToDevice), cudaSuccess);
+    view.data = static_cast<std::byte*>(c.base) + c.lead;
+    view.device = {DeviceKind::kCuda, 0};
+    copies_.push_back(c);
+  }
+
+  // Every mirrored tensor now equals its host original, byte for byte, and no guard changed.
+  testing::AssertionResult equals_host() const {
+    for (std::size_t i = 0; i < copies_.size(); ++i) {
+      const Copy& c = copies_[i];
+      std::vector<std::byte> image(c.lead + c.bytes + kGuardBytes);
+      const cudaError_t error = cudaMemcpy(image.data(), c.base, image.size(), cudaMemcpyDeviceToHost);
+      if (error != cudaSuccess)
+        return testing::AssertionFailure() << "tensor " << i << ": " << cudaGetErrorString(error);
+      for (std::size_t b = 0; b < image.size(); ++b) {
+        const bool inside = b >= c.lead && b < c.lead + c.bytes;
+        const std::byte want = inside ? static_cast<const std::byte*>(c.host)[b - c.lead] : kGuard;
+        if (image[b] != want) {
+          return testing::AssertionFailure()
+                 << "tensor " << i << ", byte " << static_cast<std::int64_t>(b) - static_cast<std::int64_t>(c.lead)
+                 << (inside ? "" : " (a guard)") << ": device " << std::to_integer<int>(image[b]) << ", host "
+                 << std::to_integer<int>(want);
+        }
+      }
+    }
+    return testing::AssertionSuccess();
+  }
+
+ private:
+  static constexpr std::size_t kGuardBytes = 512;
+  static constexpr std::byte kGuard{0xC3};
+  struct Copy {
+    void* base = nullptr;
+    void* host = nullptr;
+    std::size_t lead = 0;
+    std::size_t bytes = 0;
+  };
+  std::vector<Copy> copies_;
+};
+
+// Why GPU tests cannot run here; empty when they can.
+inline std::string no_gpu_reason() {
+  int count = 0;
+  const cudaError_t error = cudaGetDeviceCount(&count);
+  if (error != cudaSuccess) return cudaGetErrorString(error);
+  return count == 0 ? "no CUDA device" : "";
+}
+
+}  // namespace sluice::test
