@@ -18,7 +18,7 @@ configure() {
   shift
   mkdir -p build
   local launcher=()
-  command -v ccache >/dev/null && launcher=(-DCMAKE_CXX_COMPILER_LAUNCHER=ccache)
+  command -v ccache >/dev/null && launcher=(-DCMAKE_CXX_COMPILER_LAUNCHER=ccache -DCMAKE_CUDA_COMPILER_LAUNCHER=ccache)
   echo "== $preset: configure"
   if ! cmake --preset "$preset" "${launcher[@]}" "$@" >"$log" 2>&1; then
     cat "$log" >&2
