@@ -36,7 +36,7 @@ TEST(Families, EveryRowIsComplete) {
     EXPECT_TRUE(!gate.has_router_bias || !f.router_bias.empty());
     const bool shared =
         !f.shared_width.names.empty() || !f.shared_count.names.empty() || f.shared_count.absent.value_or(0) > 0;
-    EXPECT_EQ(shared, !f.shared_gate_proj.empty());
+    EXPECT_EQ(shared, !f.shared.gate.empty());
     EXPECT_EQ(f.has_shared_gate, !f.shared_expert_gate.empty());
     for (const ExpertLayout& layout : f.layouts) {
       EXPECT_NE(layout.is_fused(), !layout.gate.empty());

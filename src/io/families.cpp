@@ -20,6 +20,15 @@ constexpr ExpertLayout kGptOss = {.fused_gate_up = "experts.gate_up_proj",
                                   .gate_up_bias = "experts.gate_up_proj_bias",
                                   .down_bias = "experts.down_proj_bias"};
 
+constexpr Few<ExpertLayout, 2> kProjLayouts = {kPerExpert, kFused};
+
+// The shared expert's modules, under the names the families give it.
+constexpr SharedModules kSharedExperts = {"shared_experts.gate_proj", "shared_experts.up_proj",
+                                          "shared_experts.down_proj"};
+constexpr SharedModules kSharedExpertsW = {"shared_experts.w1", "shared_experts.w3", "shared_experts.w2"};
+constexpr SharedModules kSharedExpert = {"shared_expert.gate_proj", "shared_expert.up_proj", "shared_expert.down_proj"};
+constexpr SharedModules kSharedMlp = {"shared_mlp.gate_proj", "shared_mlp.up_proj", "shared_mlp.down_proj"};
+
 // DeepSeek's words for the gate, shared by the families that took over its code.
 constexpr Few<TopkMethod, 3> kDeepSeekMethods = {{"greedy", GroupScore::kNone, false},
                                                  {"group_limited_greedy", GroupScore::kMax, false},
@@ -41,10 +50,8 @@ constexpr Family kFamilies[] = {
         .layers = {.first_dense = {{"first_k_dense_replace"}, 0},  // class
                    .freq = {{"moe_layer_freq"}, 1}},               // class
         .score_bias = {"gate.e_score_correction_bias"},
-        .shared_gate_proj = "shared_experts.gate_proj",
-        .shared_up_proj = "shared_experts.up_proj",
-        .shared_down_proj = "shared_experts.down_proj",
-        .layouts = {kPerExpert, kFused},
+        .shared = kSharedExperts,
+        .layouts = kProjLayouts,
     },
 
     {
@@ -63,10 +70,8 @@ constexpr Family kFamilies[] = {
                    .freq = {{"moe_layer_freq"}, 1},                // released
                    .type_list = "mlp_layer_types"},
         .score_bias = {"gate.e_score_correction_bias"},
-        .shared_gate_proj = "shared_experts.gate_proj",
-        .shared_up_proj = "shared_experts.up_proj",
-        .shared_down_proj = "shared_experts.down_proj",
-        .layouts = {kPerExpert, kFused},
+        .shared = kSharedExperts,
+        .layouts = kProjLayouts,
     },
 
     {
@@ -83,10 +88,8 @@ constexpr Family kFamilies[] = {
         .factor = {{"routed_scaling_factor"}, {}},  // 2.827 released; not a number to assume
         .layers = {.first_dense = {{"first_k_dense_replace"}, {}}, .freq = {{"moe_layer_freq"}, 1}},  // released
         .score_bias = {"gate.e_score_correction_bias"},
-        .shared_gate_proj = "shared_experts.gate_proj",
-        .shared_up_proj = "shared_experts.up_proj",
-        .shared_down_proj = "shared_experts.down_proj",
-        .layouts = {kPerExpert, kFused},
+        .shared = kSharedExperts,
+        .layouts = kProjLayouts,
     },
 
     {
@@ -102,10 +105,8 @@ constexpr Family kFamilies[] = {
         .factor = {{"routed_scaling_factor"}, 1.0},                 // class
         .layers = {.first_dense = {{"first_k_dense_replace"}, 1}},  // class
         .score_bias = {"gate.e_score_correction_bias"},
-        .shared_gate_proj = "shared_experts.gate_proj",
-        .shared_up_proj = "shared_experts.up_proj",
-        .shared_down_proj = "shared_experts.down_proj",
-        .layouts = {kPerExpert, kFused},
+        .shared = kSharedExperts,
+        .layouts = kProjLayouts,
     },
 
     {
@@ -122,10 +123,8 @@ constexpr Family kFamilies[] = {
         .layers = {.first_dense = {{"first_k_dense_replace"}, 0},  // class
                    .freq = {{"moe_layer_freq"}, 1}},               // released
         .score_bias = {"gate.e_score_correction_bias"},
-        .shared_gate_proj = "shared_experts.gate_proj",
-        .shared_up_proj = "shared_experts.up_proj",
-        .shared_down_proj = "shared_experts.down_proj",
-        .layouts = {kPerExpert, kFused},
+        .shared = kSharedExperts,
+        .layouts = kProjLayouts,
     },
 
     {
@@ -135,11 +134,9 @@ constexpr Family kFamilies[] = {
         .gate = GateId::kG1,
         .norm = {{"norm_topk_prob"}, false},                                                // class
         .layers = {.step = {{"decoder_sparse_step"}, 1}, .dense_list = "mlp_only_layers"},  // class
-        .shared_gate_proj = "shared_expert.gate_proj",
-        .shared_up_proj = "shared_expert.up_proj",
-        .shared_down_proj = "shared_expert.down_proj",
+        .shared = kSharedExpert,
         .shared_expert_gate = "shared_expert_gate.weight",
-        .layouts = {kPerExpert, kFused},
+        .layouts = kProjLayouts,
     },
 
     {
@@ -147,7 +144,7 @@ constexpr Family kFamilies[] = {
         .gate = GateId::kG4,
         .norm = {{"norm_topk_prob"}, false},  // class; released files say true
         .layers = {.step = {{"decoder_sparse_step"}, 1}, .dense_list = "mlp_only_layers"},  // class
-        .layouts = {kPerExpert, kFused},
+        .layouts = kProjLayouts,
     },
 
     {
@@ -157,11 +154,9 @@ constexpr Family kFamilies[] = {
         .gate = GateId::kG4,
         .norm = {{"norm_topk_prob"}, true},                                                 // class
         .layers = {.step = {{"decoder_sparse_step"}, 1}, .dense_list = "mlp_only_layers"},  // class
-        .shared_gate_proj = "shared_expert.gate_proj",
-        .shared_up_proj = "shared_expert.up_proj",
-        .shared_down_proj = "shared_expert.down_proj",
+        .shared = kSharedExpert,
         .shared_expert_gate = "shared_expert_gate.weight",
-        .layouts = {kPerExpert, kFused},
+        .layouts = kProjLayouts,
     },
 
     {
@@ -169,7 +164,7 @@ constexpr Family kFamilies[] = {
         .intermediate = {{"intermediate_size"}, {}},
         .gate = GateId::kG1,
         .norm = {{"norm_topk_prob"}, false},  // class
-        .layouts = {kPerExpert, kFused},
+        .layouts = kProjLayouts,
     },
 
     {
@@ -205,10 +200,8 @@ constexpr Family kFamilies[] = {
                    .start = {{"moe_layer_start_index"}, {}},
                    .end = {{"moe_layer_end_index"}, -1}},  // class: the last layer
         .score_bias = {"moe_statics.e_score_correction_bias", "gate.moe_statics.e_score_correction_bias"},
-        .shared_gate_proj = "shared_experts.gate_proj",
-        .shared_up_proj = "shared_experts.up_proj",
-        .shared_down_proj = "shared_experts.down_proj",
-        .layouts = {kPerExpert, kFused},
+        .shared = kSharedExperts,
+        .layouts = kProjLayouts,
     },
 
     {
@@ -222,9 +215,7 @@ constexpr Family kFamilies[] = {
         .layers = {.step = {{"interleave_moe_layer_step"}, 1}, .moe_list = "moe_layers"},  // class
         .modules = {"feed_forward."},
         .router = {"router.weight"},
-        .shared_gate_proj = "shared_expert.gate_proj",
-        .shared_up_proj = "shared_expert.up_proj",
-        .shared_down_proj = "shared_expert.down_proj",
+        .shared = kSharedExpert,
         // Per-expert names: the form quantising tools split the fused tensors into.
         .layouts = {kFusedTransposed, kPerExpert},
     },
@@ -237,10 +228,8 @@ constexpr Family kFamilies[] = {
         .gate = GateId::kG4,
         .norm = {{}, true},  // fixed: renormalised whatever norm_topk_prob says
         .router = {"gate.wg.weight"},
-        .shared_gate_proj = "shared_mlp.gate_proj",
-        .shared_up_proj = "shared_mlp.up_proj",
-        .shared_down_proj = "shared_mlp.down_proj",
-        .layouts = {kPerExpert, kFused},
+        .shared = kSharedMlp,
+        .layouts = kProjLayouts,
     },
 
     {
@@ -270,9 +259,7 @@ constexpr Family kFamilies[] = {
         .layers = {.type_list = "mlp_layer_types", .hash_layers = {{"num_hash_layers"}, 3}},  // class
         .modules = {"ffn.", "mlp."},
         .score_bias = {"gate.bias", "gate.e_score_correction_bias"},
-        .shared_gate_proj = "shared_experts.w1",
-        .shared_up_proj = "shared_experts.w3",
-        .shared_down_proj = "shared_experts.w2",
+        .shared = kSharedExpertsW,
         .layouts = {kPerExpertW, kFused},
     },
 

@@ -78,6 +78,11 @@ struct ExpertLayout {
   bool is_fused() const { return !fused_gate_up.empty(); }
 };
 
+// The three modules of the shared expert, each with ".weight". All empty: the family has none.
+struct SharedModules {
+  std::string_view gate{}, up{}, down{};
+};
+
 struct Family {
   std::string_view name{};  // model_type
   Names also{};             // other model_types of the same row
@@ -113,9 +118,9 @@ struct Family {
   Names router{"gate.weight"};
   Names router_bias{};
   Names score_bias{};
-  std::string_view shared_gate_proj{}, shared_up_proj{}, shared_down_proj{};  // modules with ".weight"
-  std::string_view shared_expert_gate{};                                      // [1,H]
-  Few<ExpertLayout, 2> layouts{};  // the first is what released checkpoints use, and what synth writes
+  SharedModules shared{};
+  std::string_view shared_expert_gate{};  // [1,H]
+  Few<ExpertLayout, 2> layouts{};         // the first is what released checkpoints use, and what synth writes
 };
 
 std::span<const Family> families();

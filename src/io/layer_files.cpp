@@ -385,9 +385,9 @@ Result<LayerFiles> find_layer(const Catalog& catalog, const HfConfig& config, st
   if (files.config.shared_intermediate > 0) {
     files.shared.num_experts = 1;
     files.shared.intermediate = files.config.shared_intermediate;
-    const std::string alone[] = {files.prefix + std::string(family.shared_gate_proj),
-                                 files.prefix + std::string(family.shared_up_proj),
-                                 files.prefix + std::string(family.shared_down_proj)};
+    const std::string alone[] = {files.prefix + std::string(family.shared.gate),
+                                 files.prefix + std::string(family.shared.up),
+                                 files.prefix + std::string(family.shared.down)};
     take_split(finder, look_at(finder, alone[0], false), {{alone[0], alone[1], alone[2]}}, H, files.shared);
   }
   if (files.config.has_shared_gate) {

@@ -145,9 +145,9 @@ class Writer {
     SLUICE_TRY(add_experts(E, H, I));
     if (moe.shared_intermediate > 0) {
       const std::int64_t Is = moe.shared_intermediate;
-      SLUICE_TRY(matrix(std::string(family_.shared_gate_proj), Is, H));
-      SLUICE_TRY(matrix(std::string(family_.shared_up_proj), Is, H));
-      SLUICE_TRY(matrix(std::string(family_.shared_down_proj), H, Is));
+      SLUICE_TRY(matrix(std::string(family_.shared.gate), Is, H));
+      SLUICE_TRY(matrix(std::string(family_.shared.up), Is, H));
+      SLUICE_TRY(matrix(std::string(family_.shared.down), H, Is));
     }
     if (moe.has_shared_gate) normal(family_.shared_expert_gate, plain_, {1, H}, H);
     return Status::ok();
