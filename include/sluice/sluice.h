@@ -6,6 +6,7 @@
 #include "sluice/core.h"
 #include "sluice/layer.h"
 #include "sluice/plan.h"
+#include "sluice/quantize.h"
 #include "sluice/stage/combine.h"
 #include "sluice/stage/gate.h"
 #include "sluice/stage/grouped_gemm.h"

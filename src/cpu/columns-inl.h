@@ -67,9 +67,8 @@ HWY_INLINE void StoreColumns(const float* HWY_RESTRICT buffer, size_t n, T* to) 
   if (whole != to) std::memcpy(to, padded, n * sizeof(T));
 }
 
-// to[i] = e4m3(buffer[i] / scale) for i < n; returns scale = max(amax, 1e-10) / 448 over the finite magnitudes, rounded
-// as `format` says.
-HWY_INLINE float QuantiseColumns(const float* HWY_RESTRICT buffer, size_t n, ScaleFormat format, uint8_t* to) {
+// The largest finite magnitude of the block, 0 where there is none.
+HWY_INLINE float AmaxColumns(const float* HWY_RESTRICT buffer) {
   namespace hn = hwy::HWY_NAMESPACE;
   const ColumnTag d;
   const auto inf = hn::BitCast(d, hn::Set(hn::RebindToUnsigned<ColumnTag>(), 0x7F800000u));
@@ -78,19 +77,51 @@ HWY_INLINE float QuantiseColumns(const float* HWY_RESTRICT buffer, size_t n, Sca
     const auto magnitude = hn::Abs(hn::Load(d, buffer + i));
     largest = hn::Max(largest, hn::IfThenElseZero(hn::Lt(magnitude, inf), magnitude));  // false for NaN
   }
-  const float amax = hn::GetLane(hn::MaxOfLanes(d, largest));
-  float scale = (amax > 1e-10f ? amax : 1e-10f) / 448.0f;
-  if (format == ScaleFormat::kUe8m0) {
-    // Between 2^-43 and 2^120: never subnormal, and the exponent has room to rise. A mantissa carries into it.
-    scale = std::bit_cast<float>((std::bit_cast<uint32_t>(scale) + 0x007FFFFFu) & 0xFF800000u);
-  }
+  return hn::GetLane(hn::MaxOfLanes(d, largest));
+}
 
+// The scale of values of this amax whose quantised form reaches `top`: 448 for e4m3, 127 for int8.
+HWY_INLINE float ScaleOfAmax(float amax, float top) { return (amax > 1e-10f ? amax : 1e-10f) / top; }
+
+// to[i] = e4m3(buffer[i] / scale) for i < n.
+HWY_INLINE void EncodeColumns(const float* HWY_RESTRICT buffer, size_t n, float scale, uint8_t* to) {
+  namespace hn = hwy::HWY_NAMESPACE;
+  const ColumnTag d;
   const auto divisor = hn::Set(d, scale);
   HWY_ALIGN uint8_t padded[kColumns];
   uint8_t* const whole = HWY_LIKELY(n == kColumns) ? to : padded;
   for (size_t i = 0; i < kColumns; i += hn::Lanes(d))
     StoreE4M3(d, hn::Div(hn::Load(d, buffer + i), divisor), whole + i);
   if (whole != to) std::memcpy(to, padded, n);
+}
+
+// to[i] = clamp(rint(buffer[i] / scale), -127, 127) for i < n; NaN becomes 0.
+HWY_INLINE void EncodeColumns(const float* HWY_RESTRICT buffer, size_t n, float scale, int8_t* to) {
+  namespace hn = hwy::HWY_NAMESPACE;
+  const ColumnTag d;
+  const hn::Rebind<int8_t, ColumnTag> di8;
+  const auto divisor = hn::Set(d, scale);
+  const auto top = hn::Set(d, 127.0f), bottom = hn::Set(d, -127.0f);
+  HWY_ALIGN int8_t padded[kColumns];
+  int8_t* const whole = HWY_LIKELY(n == kColumns) ? to : padded;
+  for (size_t i = 0; i < kColumns; i += hn::Lanes(d)) {
+    const auto v = hn::Div(hn::Load(d, buffer + i), divisor);
+    // The limits are whole numbers: clamping before the rounding is clamping after it, and infinities never reach it.
+    const auto inside = hn::Min(hn::Max(hn::IfThenElseZero(hn::Eq(v, v), v), bottom), top);
+    hn::StoreU(hn::DemoteTo(di8, hn::NearestInt(inside)), di8, whole + i);
+  }
+  if (whole != to) std::memcpy(to, padded, n);
+}
+
+// to[i] = e4m3(buffer[i] / scale) for i < n; returns scale = max(amax, 1e-10) / 448 over the finite magnitudes, rounded
+// as `format` says.
+HWY_INLINE float QuantiseColumns(const float* HWY_RESTRICT buffer, size_t n, ScaleFormat format, uint8_t* to) {
+  float scale = ScaleOfAmax(AmaxColumns(buffer), 448.0f);
+  if (format == ScaleFormat::kUe8m0) {
+    // Between 2^-43 and 2^120: never subnormal, and the exponent has room to rise. A mantissa carries into it.
+    scale = std::bit_cast<float>((std::bit_cast<uint32_t>(scale) + 0x007FFFFFu) & 0xFF800000u);
+  }
+  EncodeColumns(buffer, n, scale, to);
   return scale;
 }
 
