@@ -7,6 +7,7 @@
 #pragma once
 
 #include <array>
+#include <compare>
 #include <cstddef>
 #include <cstdint>
 #include <initializer_list>
@@ -34,6 +35,7 @@ enum class StatusCode : std::uint8_t {
   kIoError,            // the operating system refused
   kWorkspaceTooSmall,  // the text gives both byte counts
   kInternal,           // our fault
+  kOutOfMemory,        // of a device; the text names the tensor, the bytes it needs and the bytes that are free
 };
 
 std::string_view to_string(StatusCode code);
@@ -279,12 +281,36 @@ struct Ctx {
   int num_threads = 0;  // CPU worker threads; 0: as many as the layer was planned for (never more); a stage alone: 1
 };
 
+// A version or a compute capability. Compared as numbers: 12.10 is newer than 12.3, and 13.0 is newer than 12.4.
+struct Version {
+  int major = 0;
+  int minor = 0;
+  friend auto operator<=>(const Version&, const Version&) = default;
+};
+std::string to_string(Version version);  // "12.3"
+
+// What is known of a GPU; all zero for a CPU.
+struct Gpu {
+  std::string name;  // "NVIDIA H200"
+  Version capability;
+  int num_sms = 0;
+  std::int64_t shared_bytes_per_block = 0;  // the most a block may ask for (opt-in)
+  std::int64_t memory_bytes = 0;
+  Version driver;   // newest CUDA the driver serves
+  Version runtime;  // CUDA this library was built with
+};
+
 // The machine implementations are chosen for.
 struct Machine {
   Device device{};
   int num_threads = 1;
   std::string simd;                                // name of the best compiled and supported SIMD target, e.g. "AVX3"
+  Gpu gpu;                                         // of `device` where it is a GPU
   static Machine detect_cpu(int num_threads = 0);  // 0: one thread per usable core
+  // GPU `index`, or why it cannot be used, with what was found and what is needed: a library without CUDA, no driver, a
+  // driver older than the library's CUDA, no device, no device of that index. Any generation of GPU is accepted here; what
+  // an implementation needs of one is said by its can_run.
+  static Result<Machine> detect_cuda(int index = 0);
 };
 
 // One row of a stage's table. Plain function pointers: what was chosen is resolved once and then only called.

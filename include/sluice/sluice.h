@@ -4,6 +4,7 @@
 #include "sluice/checkpoint.h"
 #include "sluice/config.h"
 #include "sluice/core.h"
+#include "sluice/device.h"
 #include "sluice/layer.h"
 #include "sluice/plan.h"
 #include "sluice/quantize.h"

@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 
 #ifdef SLUICE_WITH_CUDA
+#include "device/device.h"
 #include "combine/cuda.h"
 #endif
 
@@ -16,10 +17,13 @@ std::string describe_cpu(const Args& args, const Machine& machine);
 namespace {
 
 Status always(const Args&, const Machine&) { return Status::ok(); }
+#ifdef SLUICE_WITH_CUDA
+Status on_gpu(const Args&, const Machine& machine) { return device::runs_plain_kernels(machine); }
+#endif
 
 constexpr Impl<Args> kImpls[] = {
 #ifdef SLUICE_WITH_CUDA
-    {"cuda", DeviceKind::kCuda, always, nullptr, nullptr, run_cuda},
+    {"cuda", DeviceKind::kCuda, on_gpu, nullptr, nullptr, run_cuda},
 #endif
     {"cpu", DeviceKind::kCpu, always, nullptr, describe_cpu, run_cpu},
     {"reference", DeviceKind::kCpu, always, nullptr, nullptr, run_reference},

@@ -18,6 +18,7 @@ std::string_view to_string(StatusCode code) {
     case StatusCode::kIoError: return "i/o error";
     case StatusCode::kWorkspaceTooSmall: return "workspace too small";
     case StatusCode::kInternal: return "internal error";
+    case StatusCode::kOutOfMemory: return "out of memory";
   }
   return "unknown status";
 }
@@ -98,6 +99,8 @@ std::string_view to_string(Axis axis) {
       "1", "T", "S", "E", "L", "L+1", "H", "I", "2I", "R", "Hb", "Ib", "N", "K", "Nb", "Kb", "counters"};
   return kNames[static_cast<std::size_t>(axis)];
 }
+
+std::string to_string(Version version) { return fmt::format("{}.{}", version.major, version.minor); }
 
 std::string_view to_string(DeviceKind kind) { return kind == DeviceKind::kCpu ? "cpu" : "cuda"; }
 

@@ -3,6 +3,7 @@
 
 #include "gate/impls.h"
 #ifdef SLUICE_WITH_CUDA
+#include "device/device.h"
 #include "gate/cuda.h"
 #endif
 
@@ -37,6 +38,13 @@ Status always(const Args&, const Machine&) {
   return Status::ok();
 }
 
+#ifdef SLUICE_WITH_CUDA
+template <class Args>
+Status on_gpu(const Args&, const Machine& machine) {
+  return device::runs_plain_kernels(machine);
+}
+#endif
+
 constexpr Impl<LogitsArgs> kLogitsImpls[] = {
     {.name = "cpu", .can_run = always<LogitsArgs>, .describe = describe_logits_cpu, .run = logits_cpu},
     {.name = "reference", .can_run = always<LogitsArgs>, .run = logits_reference},
@@ -44,7 +52,7 @@ constexpr Impl<LogitsArgs> kLogitsImpls[] = {
 
 constexpr Impl<SelectArgs> kSelectImpls[] = {
 #ifdef SLUICE_WITH_CUDA
-    {.name = "cuda", .device = DeviceKind::kCuda, .can_run = always<SelectArgs>, .run = select_cuda},
+    {.name = "cuda", .device = DeviceKind::kCuda, .can_run = on_gpu<SelectArgs>, .run = select_cuda},
 #endif
     {.name = "cpu", .can_run = always<SelectArgs>, .run = select_cpu},
     {.name = "reference", .can_run = always<SelectArgs>, .run = select_reference},

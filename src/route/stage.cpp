@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 
 #ifdef SLUICE_WITH_CUDA
+#include "device/device.h"
 #include "route/cuda.h"
 #endif
 
@@ -21,7 +22,8 @@ namespace {
 Status always(const Args&, const Machine&) { return Status::ok(); }
 #ifdef SLUICE_WITH_CUDA
 // Naming the bad id would need the host to read ids, hence a synchronisation in the call.
-Status unchecked(const Args& args, const Machine&) {
+Status on_gpu(const Args& args, const Machine& machine) {
+  SLUICE_TRY(device::runs_plain_kernels(machine));
   if (!args.checked) return Status::ok();
   return {StatusCode::kUnsupported, "checked is a host's work: ids are counted on the GPU, not named"};
 }
@@ -29,7 +31,7 @@ Status unchecked(const Args& args, const Machine&) {
 
 constexpr Impl<Args> kImpls[] = {
 #ifdef SLUICE_WITH_CUDA
-    {"cuda", DeviceKind::kCuda, unchecked, scratch_bytes_cuda, nullptr, run_cuda},
+    {"cuda", DeviceKind::kCuda, on_gpu, scratch_bytes_cuda, nullptr, run_cuda},
 #endif
     {"cpu", DeviceKind::kCpu, always, scratch_bytes_cpu, describe_cpu, run_cpu},
     {"reference", DeviceKind::kCpu, always, nullptr, nullptr, run_reference},

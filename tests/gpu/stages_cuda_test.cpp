@@ -22,9 +22,8 @@ class StagesCuda : public testing::Test {
   }
 };
 
-Machine gpu() {
-  Machine machine;
-  machine.device = {DeviceKind::kCuda, 0};
+const Machine& gpu() {
+  static const Machine machine = Machine::detect_cuda(0).value();
   return machine;
 }
 
