@@ -73,7 +73,7 @@ Status shared_expert(const Layer::State& s, Call& call, const TensorView& x) {
   if (x.dtype == s.shared_path.rows) {
     b.rows.data = x;
   } else {
-    SLUICE_TRY(s.shared.pack(whole_pack_args(s, b.rows, x, {}), call.ctx));
+    SLUICE_TRY(s.shared.pack(whole_pack_args(s, b.rows, x, RowGroups::whole()), call.ctx));
   }
   if (s.config.has_shared_gate) SLUICE_TRY(s.shared_logits(shared_logits_args(s, call.b, x), call.ctx));
   return experts(s, s.shared, s.weights.shared, b, RowGroups::whole(), call.ctx);
@@ -165,14 +165,6 @@ Status check_rows(const Layer::State& s, std::string_view entry, const Rows& row
   return Status::ok();
 }
 
-// Columns [begin, begin+count) of a [Hb,R] scale view.
-TensorView slice_rows_of_scale(TensorView scale, std::int64_t begin, std::int64_t count) {
-  if (!scale.is_present()) return scale;
-  scale.data = static_cast<std::byte*>(scale.data) + begin * scale.stride[1] * size_bytes(scale.dtype);
-  scale.shape[1] = count;
-  return scale;
-}
-
 }  // namespace
 
 Status Layer::forward_grouped(const Rows& rows, const ExpertOffsets& expert_offset, const TensorView& out,
@@ -192,9 +184,7 @@ Status Layer::forward_grouped(const Rows& rows, const ExpertOffsets& expert_offs
   if (rows.data.dtype == s.path.rows) {
     b.rows = rows;
   } else {
-    // The last offset is the row count: rows past it stay unread.
-    const TensorView count = expert_offset.view.slice(num_local(s.config), 1);
-    SLUICE_TRY(s.routed.pack(whole_pack_args(s, b.rows, rows.data, count), call.ctx));
+    SLUICE_TRY(s.routed.pack(whole_pack_args(s, b.rows, rows.data, groups), call.ctx));
   }
   return experts(s, s.routed, s.weights.experts, b, groups, call.ctx);
 }
@@ -221,12 +211,7 @@ Status Layer::forward_masked(const Rows& rows, const TensorView& num_rows, const
   if (rows.data.dtype == s.path.rows) {
     b.rows = rows;
   } else {
-    for (std::int64_t e = 0; e < num_groups; ++e) {
-      const std::int64_t first = e * per_group;
-      const Rows packed{b.rows.data.slice(first, per_group), slice_rows_of_scale(b.rows.scale, first, per_group)};
-      SLUICE_TRY(
-          s.routed.pack(whole_pack_args(s, packed, rows.data.slice(first, per_group), num_rows.slice(e, 1)), call.ctx));
-    }
+    SLUICE_TRY(s.routed.pack(whole_pack_args(s, b.rows, rows.data, groups), call.ctx));
   }
   return experts(s, s.routed, s.weights.experts, b, groups, call.ctx);
 }

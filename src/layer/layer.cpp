@@ -111,7 +111,7 @@ Status resolve_all(Layer::State& s) {
 
   if (s.has_shared()) {
     SLUICE_TRY(resolve_ffn(s, "shared ", s.weights.shared, b.shared, RowGroups::whole(),
-                           whole_pack_args(s, b.shared.rows, x, {}), s.shared));
+                           whole_pack_args(s, b.shared.rows, x, RowGroups::whole()), s.shared));
     if (s.config.has_shared_gate) {
       const auto args = shared_logits_args(s, b, x);
       SLUICE_TRY(resolve(s, "shared gate", "gate.logits", gate::logits_impls(), args,

@@ -100,8 +100,7 @@ route::Args route_args(const Layer::State& state, const Buffers& b, const Tensor
 pack::Args pack_args(const Layer::State& state, const Buffers& b, const TensorView& x, const TensorView& x_scale);
 grouped_gemm::Args up_args(const FfnWeights& weights, const FfnBuffers& b, const RowGroups& groups);
 // Rows in their given order, without a plan: the shared expert's tokens, and rows a caller has grouped.
-pack::Args whole_pack_args(const Layer::State& state, const Rows& rows, const TensorView& x,
-                           const TensorView& num_rows);
+pack::Args whole_pack_args(const Layer::State& state, const Rows& rows, const TensorView& x, const RowGroups& groups);
 swiglu_quant::Args act_args(const Layer::State& state, const FfnBuffers& b, const RowGroups& groups);
 grouped_gemm::Args down_args(const FfnWeights& weights, const FfnBuffers& b, const RowGroups& groups);
 gate::LogitsArgs shared_logits_args(const Layer::State& state, const Buffers& b, const TensorView& x);

@@ -107,6 +107,7 @@ pack::Args pack_args(const Layer::State& state, const Buffers& b, const TensorVi
           .x_scale = x_scale,
           .row_token = b.plan.row_token,
           .row_slot = b.plan.row_slot,
+          .slot_row = b.plan.slot_row,
           .num_rows = b.plan.num_rows,
           .weight = state.config.weight_on_input ? b.topk_weight : TensorView{},
           .rows = b.routed.rows.data,
@@ -125,10 +126,9 @@ grouped_gemm::Args up_args(const FfnWeights& weights, const FfnBuffers& b, const
           .out = b.h};
 }
 
-pack::Args whole_pack_args(const Layer::State& state, const Rows& rows, const TensorView& x,
-                           const TensorView& num_rows) {
+pack::Args whole_pack_args(const Layer::State& state, const Rows& rows, const TensorView& x, const RowGroups& groups) {
   return {.x = x,
-          .num_rows = num_rows,
+          .groups = groups,
           .rows = rows.data,
           .rows_scale = rows.scale,
           .scale_format = state.config.activation_scale};

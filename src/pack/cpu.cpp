@@ -145,8 +145,9 @@ Status run_cpu(const Args& args, const Ctx& ctx) {
 
   if (!by_token(args)) {
     const std::int64_t slots = args.weight.is_present() ? args.weight.shape[1] : 1;
-    cpu::parallel_ranges(num_rows, rows_per_range, ctx.num_threads, [&](std::int64_t begin, std::int64_t end, int) {
-      for (std::int64_t r = begin; r < end; ++r) {
+    std::int64_t first = 0;
+    const auto make_rows = [&](std::int64_t begin, std::int64_t end, int) {
+      for (std::int64_t r = first + begin; r < first + end; ++r) {
         const std::int64_t t = args.row_token.is_present() ? args.row_token.as<const std::int32_t>()[r] : r;
         const float* weight = nullptr;
         if (args.weight.is_present()) {
@@ -155,7 +156,19 @@ Status run_cpu(const Args& args, const Ctx& ctx) {
         }
         make_row(args, t, r, weight);
       }
-    });
+    };
+    // Neighbouring groups without a gap are one range: contiguous groups are handed out as whole rows are.
+    for (std::int64_t g = 0; g < args.groups.num_groups();) {
+      const RowRange range = row_range(args.groups, g, num_rows);
+      std::int64_t end = range.end;
+      for (++g; g < args.groups.num_groups(); ++g) {
+        const RowRange next = row_range(args.groups, g, num_rows);
+        if (next.begin != end) break;
+        end = next.end;
+      }
+      first = range.begin;
+      cpu::parallel_ranges(end - range.begin, rows_per_range, ctx.num_threads, make_rows);
+    }
     return Status::ok();
   }
 

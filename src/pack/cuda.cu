@@ -4,6 +4,7 @@
 
 #include "cuda/columns.cuh"
 #include "cuda/launch.h"
+#include "cuda/row_groups.cuh"
 #include "pack/cuda.h"
 
 namespace sluice::pack {
@@ -28,7 +29,8 @@ struct Params {
   const std::int32_t* row_token;  // [R]; null: the row is its token
   const std::int32_t* row_slot;   // [R]
   const std::int32_t* num_rows;   // [1]; null: all
-  const float* weight;            // [T,S]; null: unweighted
+  DeviceRowGroups groups;
+  const float* weight;  // [T,S]; null: unweighted
   std::int64_t weight_stride;
   void* rows;  // [R,H]
   std::int64_t rows_stride;
@@ -60,7 +62,7 @@ __device__ __forceinline__ bool find_source(const Params& p, Source& source) {
         const std::int32_t row = p.slot_row[i * p.slot_row_stride + s];
         if (row >= 0 && row < p.capacity) source.rows[source.num_rows++] = row;
       }
-    } else if (p.num_rows == nullptr || i < *p.num_rows) {
+    } else if ((p.num_rows == nullptr || i < *p.num_rows) && p.groups.owns(i)) {
       source.token = p.row_token == nullptr ? i : p.row_token[i];
       if (source.token >= 0 && source.token < p.num_tokens)
         source.rows[source.num_rows++] = static_cast<std::int32_t>(i);
@@ -177,6 +179,7 @@ Status run_cuda(const Args& args, const Ctx& ctx) {
   }
   if (args.row_token.is_present()) p.row_token = args.row_token.as<const std::int32_t>();
   if (args.num_rows.is_present()) p.num_rows = args.num_rows.as<const std::int32_t>();
+  p.groups = DeviceRowGroups::from(args.groups);
   if (args.weight.is_present()) {
     p.row_slot = args.row_slot.as<const std::int32_t>();
     p.weight = args.weight.as<const float>();

@@ -65,8 +65,15 @@ Status run_reference(const Args& args, const Ctx&) {
     }
   }
 
+  std::vector<bool> owned(static_cast<std::size_t>(num_rows), args.groups.form == RowGroups::Form::kWhole);
+  for (std::int64_t g = 0; args.groups.form != RowGroups::Form::kWhole && g < args.groups.num_groups(); ++g) {
+    const RowRange range = row_range(args.groups, g, num_rows);
+    for (std::int64_t r = range.begin; r < range.end; ++r) owned[static_cast<std::size_t>(r)] = true;
+  }
+
   std::vector<float> v(static_cast<std::size_t>(hidden));
   for (std::int64_t r = 0; r < num_rows; ++r) {
+    if (!owned[static_cast<std::size_t>(r)]) continue;
     const std::int64_t t = args.row_token.is_present() ? args.row_token.as<std::int32_t>()[r] : r;
     if (args.x.dtype == DType::kE4M3) {
       move_row(args, t, r);

@@ -8,6 +8,7 @@
 #include "pack/cuda.h"
 #endif
 
+#include <algorithm>
 #include <limits>
 
 namespace sluice::pack {
@@ -64,6 +65,12 @@ Status check(const Args& args, Phase phase) {
     return fail(fmt::format("x is e4m3, so rows must be e4m3, got {}", args.rows.to_string()));
   }
   if (args.num_rows.is_present()) SLUICE_TRY(binder.bind(kNumRows, args.num_rows, phase));
+  if (args.groups.form != RowGroups::Form::kWhole) {
+    if (args.row_token.is_present() || args.num_rows.is_present())
+      return fail("row groups are for rows that are the tokens, without row_token and num_rows");
+    const std::int64_t num_groups = std::max<std::int64_t>(args.groups.num_groups(), 0);
+    SLUICE_TRY(check_row_groups("pack", args.groups, num_groups, args.rows.shape[0], phase));
+  }
   if (args.weight.is_present()) {
     if (x_quantised) return fail("weight cannot be applied to an x that is e4m3 already");
     if (!args.row_slot.is_present()) return fail("weight[T,S] needs row_slot[R], which is missing");

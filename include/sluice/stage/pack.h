@@ -8,7 +8,7 @@
 //                    +-Inf becomes +-448, NaN stays NaN (0x7F, sign kept) and alone
 // A token is quantised once, then replicated. x may also be e4m3 with x_scale already (rows must be e4m3, no
 // `weight`): then bytes and scales are only moved, whatever scale_format says. The last block may be shorter than 128
-// columns; columns past H never enter amax. Rows past num_rows are not written.
+// columns; columns past H never enter amax. Rows past num_rows, or that no group owns, are neither read nor written.
 #pragma once
 
 #include "sluice/config.h"
@@ -27,15 +27,16 @@ inline constexpr TensorSpec kRows{"rows", {DType::kBF16, DType::kF32, DType::kE4
 inline constexpr TensorSpec kRowsScale = TensorSpec{"rows_scale", DType::kF32, {Axis::kHb, Axis::kR}}.opt().strided();
 
 struct Args {
-  TensorView x;           // [T,H] bf16, f32, or e4m3
-  TensorView x_scale;     // [Hb,T] f32, present exactly when x is e4m3; either stride order
-  TensorView row_token;   // [R] i32; absent: rows are the tokens themselves, R = T (shared expert)
-  TensorView row_slot;    // [R] i32; needed only with weight
-  TensorView slot_row;    // [T,S] i32, optional beside row_token: the same plan by token, so that a token is read once
-  TensorView num_rows;    // [1] i32; absent: all R rows
-  TensorView weight;      // [T,S] f32, optional
-  TensorView rows;        // [R,H] out
-  TensorView rows_scale;  // [Hb,R] f32 out, present exactly when rows is e4m3
+  TensorView x;          // [T,H] bf16, f32, or e4m3
+  TensorView x_scale;    // [Hb,T] f32, present exactly when x is e4m3; either stride order
+  TensorView row_token;  // [R] i32; absent: rows are the tokens themselves, R = T (shared expert)
+  TensorView row_slot;   // [R] i32; needed only with weight
+  TensorView slot_row;   // [T,S] i32, optional beside row_token: the same plan by token, so that a token is read once
+  TensorView num_rows;   // [1] i32; absent: all R rows
+  RowGroups groups = RowGroups::whole();  // which rows are valid, where rows are the tokens and num_rows is absent
+  TensorView weight;                      // [T,S] f32, optional
+  TensorView rows;                        // [R,H] out
+  TensorView rows_scale;                  // [Hb,R] f32 out, present exactly when rows is e4m3
   ScaleFormat scale_format = ScaleFormat::kF32;
 };
 Status check(const Args& args, Phase phase = Phase::kRun);
