@@ -3,6 +3,11 @@
 // thread, oneTBB may grow its pool of task objects).
 //
 // A Layer is immutable after create and may be used from several threads at once, each with its own workspace.
+//
+// On a GPU (options.machine = Machine::detect_cuda(n)) every tensor and the workspace are memory of that GPU, the work is
+// queued on Ctx::stream and the calls return before it is done: no synchronisation, no allocation, so that a forward may be
+// captured in a CUDA graph and replayed with other values in the same tensors. Weights come there by upload
+// (sluice/device.h). The caller's current device is put back.
 #pragma once
 
 #include <map>
@@ -20,8 +25,9 @@ struct LayerOptions {
   // forward_grouped and forward_masked: rows in all. 0: max_tokens * S.
   std::int64_t max_rows = 0;
   bool routed_only = false;  // leave the shared expert out
-  bool checked = false;      // invalid expert ids are errors instead of counted
+  bool checked = false;      // invalid expert ids are errors instead of counted; needs a layer on the CPU
   Machine machine = Machine::detect_cpu();
+  bool plan_only = false;  // resolve and size the layer for a machine without its weights; its forwards refuse
   // Per stage: "gate.logits", "gate.select", "route", "pack", "grouped_gemm", "swiglu_quant", "combine"; "*" for all.
   std::map<std::string, Selection> selection;
   std::shared_ptr<Transport> transport = local_transport();

@@ -4,6 +4,8 @@
 
 #include <algorithm>
 
+#include "device/device.h"
+#include "layer/place.h"
 #include "layer/state.h"
 
 namespace sluice {
@@ -25,9 +27,11 @@ Status begin(const Layer::State& s, std::int64_t num_tokens, std::int64_t num_ro
     return {StatusCode::kWorkspaceTooSmall,
             fmt::format("forward: the workspace has {} bytes, the layer needs {}", given, s.workspace_bytes)};
   }
+  SLUICE_TRY(check_place("forward", "the workspace", ctx.workspace.data(), s.device()));
   // workspace_bytes includes the slack for aligning what the caller brought.
   const auto address = reinterpret_cast<std::uintptr_t>(ctx.workspace.data());
-  Arena arena(ctx.workspace.data() + (-address & (Arena::kAlignBytes - 1)), s.options.machine.device);
+  const auto align = static_cast<std::uintptr_t>(Arena::align_bytes(s.device().kind));
+  Arena arena(ctx.workspace.data() + (-address & (align - 1)), s.device());
   call.b = lay_out(s, arena, num_tokens, num_rows);
   call.ctx = ctx;
   call.ctx.workspace = call.b.scratch;
@@ -36,7 +40,12 @@ Status begin(const Layer::State& s, std::int64_t num_tokens, std::int64_t num_ro
   return Status::ok();
 }
 
-Status moved_from() { return {StatusCode::kInvalidArgument, "forward: the layer was moved from"}; }
+Status check_ready(const Layer::State* s) {
+  if (s == nullptr) return {StatusCode::kInvalidArgument, "forward: the layer was moved from"};
+  if (!s->options.plan_only) return Status::ok();
+  return {StatusCode::kInvalidArgument,
+          "forward: the layer was created with plan_only, to be described and not to run"};
+}
 
 Status check_tokens(const Layer::State& s, std::int64_t num_tokens) {
   if (num_tokens <= s.options.max_tokens) return Status::ok();
@@ -56,7 +65,24 @@ Status check_call(const Layer::State& s, const TensorSpec& x_spec, const TensorV
   SLUICE_TRY(binder.bind(combine::kOut, out, Phase::kRun));
   if (topk_idx.view.is_present()) SLUICE_TRY(binder.bind(gate::kTopkIdx, topk_idx.view, Phase::kRun));
   if (topk_weight.is_present()) SLUICE_TRY(binder.bind(gate::kTopkWeight, topk_weight, Phase::kRun));
-  return binder.bind(gate::kCounters, counters, Phase::kRun);
+  SLUICE_TRY(binder.bind(gate::kCounters, counters, Phase::kRun));
+  for (const auto& [name, view] : {std::pair<std::string_view, const TensorView*>("x", &x),
+                                   {"out", &out},
+                                   {"topk_idx", &topk_idx.view},
+                                   {"topk_weight", &topk_weight},
+                                   {"counters", &counters}}) {
+    SLUICE_TRY(check_place("forward", name, *view, s.device()));
+  }
+  SLUICE_TRY(s.routed.pack.serves(x.dtype));
+  return s.combine.serves(out.dtype);
+}
+
+// Whether the implementation takes these tensors of the caller's as they lie in memory (addresses and strides; the planned
+// ones it has accepted). Only kernels of a GPU are particular.
+template <class Args>
+Status accepts(const Layer::State& s, const Stage<Args>& stage, const Args& args) {
+  if (s.device().kind != DeviceKind::kCuda) return Status::ok();
+  return stage.impl->can_run(args, s.options.machine);
 }
 
 // up, activation, down on rows that are grouped already.
@@ -70,12 +96,15 @@ Status experts(const Layer::State& s, const FfnStages& stages, const FfnWeights&
 // The shared expert sees every token: one group of T rows, packed like the others where its path wants it.
 Status shared_expert(const Layer::State& s, Call& call, const TensorView& x) {
   FfnBuffers b = call.b.shared;
-  if (x.dtype == s.shared_path.rows) {
-    b.rows.data = x;
+  FfnBuffers in_place = b;
+  in_place.rows.data = x;
+  const bool is_packed = x.dtype == s.shared_path.rows;
+  if (is_packed && accepts(s, s.shared.up, up_args(s.weights.shared, in_place, RowGroups::whole())).is_ok()) {
+    b = in_place;
   } else {
-    SLUICE_TRY(s.shared.pack(whole_pack_args(s, b.rows, x, RowGroups::whole()), call.ctx));
+    SLUICE_TRY(s.shared.pack(x.dtype, whole_pack_args(s, b.rows, x, RowGroups::whole()), call.ctx));
   }
-  if (s.config.has_shared_gate) SLUICE_TRY(s.shared_logits(shared_logits_args(s, call.b, x), call.ctx));
+  if (s.config.has_shared_gate) SLUICE_TRY(s.shared_logits(x.dtype, shared_logits_args(s, call.b, x), call.ctx));
   return experts(s, s.shared, s.weights.shared, b, RowGroups::whole(), call.ctx);
 }
 
@@ -86,34 +115,37 @@ Status run_routed(const Layer::State& s, Call& call, const TensorView& x, const 
   Rows returned;
   const Buffers& b = call.b;
   SLUICE_TRY(s.route(route_args(s, b, counters), call.ctx));                            // topk_idx -> plan
-  SLUICE_TRY(s.routed.pack(pack_args(s, b, x, x_scale), call.ctx));                     // x [T,H] -> rows [R,H]
+  SLUICE_TRY(s.routed.pack(x.dtype, pack_args(s, b, x, x_scale), call.ctx));            // x [T,H] -> rows [R,H]
   SLUICE_TRY(s.options.transport->dispatch(b.plan, b.routed.rows, arrived, call.ctx));  // rows to their experts' ranks
   FfnBuffers local = b.routed;
   local.rows = arrived;
   SLUICE_TRY(experts(s, s.routed, s.weights.experts, local, RowGroups::contiguous(b.plan.expert_offset), call.ctx));
   SLUICE_TRY(s.options.transport->combine(b.plan, {local.y, {}}, returned, call.ctx));  // y back to the tokens' ranks
   if (s.has_shared()) SLUICE_TRY(shared_expert(s, call, x));                            // x [T,H] -> shared.y [T,H]
-  return s.combine(combine_args(s, b, returned.data, out), call.ctx);                   // y [R,H] -> out [T,H]
+  return s.combine(out.dtype, combine_args(s, b, returned.data, out), call.ctx);        // y [R,H] -> out [T,H]
 }
 
 }  // namespace
 
 Status Layer::forward(const TensorView& x, const TensorView& out, const Routing& routing, const Ctx& ctx) const {
-  if (state_ == nullptr) return moved_from();
+  SLUICE_TRY(check_ready(state_.get()));
   const State& s = *state_;
   SLUICE_TRY(check_call(s, gate::kX, x, out, routing.topk_idx, routing.topk_weight, routing.counters));
+  SLUICE_TRY(s.logits.serves(x.dtype));
   if (x.shape[0] == 0) return Status::ok();
   Call call;
   SLUICE_TRY(begin(s, x.shape[0], x.shape[0] * s.config.top_k, ctx, call));
+  const device::Current current(s.device());
+  SLUICE_TRY(current.status());
   if (routing.topk_idx.view.is_present()) call.b.topk_idx = routing.topk_idx;
   if (routing.topk_weight.is_present()) call.b.topk_weight = routing.topk_weight;
-  SLUICE_TRY(s.logits(logits_args(s, call.b, x), call.ctx));                 // x [T,H] -> logits [T,E]
+  SLUICE_TRY(s.logits(x.dtype, logits_args(s, call.b, x), call.ctx));        // x [T,H] -> logits [T,E]
   SLUICE_TRY(s.select(select_args(s, call.b, routing.counters), call.ctx));  // logits  -> topk_idx, topk_weight [T,S]
   return run_routed(s, call, x, {}, routing.counters, out);
 }
 
 Status Layer::forward_routed(const RoutedInput& input, const TensorView& out, const Ctx& ctx) const {
-  if (state_ == nullptr) return moved_from();
+  SLUICE_TRY(check_ready(state_.get()));
   const State& s = *state_;
   const TensorView& x = input.x;
   SLUICE_TRY(check_call(s, pack::kX, x, out, input.topk_idx, input.topk_weight, input.counters));
@@ -130,7 +162,10 @@ Status Layer::forward_routed(const RoutedInput& input, const TensorView& out, co
   SLUICE_TRY(begin(s, x.shape[0], x.shape[0] * s.config.top_k, ctx, call));
   call.b.topk_idx = input.topk_idx;
   call.b.topk_weight = input.topk_weight;
+  SLUICE_TRY(check_place("forward_routed", "x_scale", input.x_scale, s.device()));
   SLUICE_TRY(pack::check(pack_args(s, call.b, x, input.x_scale)));
+  const device::Current current(s.device());
+  SLUICE_TRY(current.status());
   return run_routed(s, call, x, input.x_scale, input.counters, out);
 }
 
@@ -157,6 +192,11 @@ Status check_rows(const Layer::State& s, std::string_view entry, const Rows& row
                         rows.scale.is_present() ? "given" : "missing")};
   }
   if (quantised) SLUICE_TRY(binder.bind(pack::kRowsScale, rows.scale, Phase::kRun));
+  for (const auto& [name, view] : {std::pair<std::string_view, const TensorView*>("rows", &rows.data),
+                                   {"rows_scale", &rows.scale},
+                                   {"out", &out}}) {
+    SLUICE_TRY(check_place(entry, name, *view, s.device()));
+  }
   if (rows.data.shape[0] > s.max_rows()) {
     return {StatusCode::kInvalidArgument, fmt::format("{}: R = {} rows, the layer was created for {}, the largest of "
                                                       "max_tokens * S, max_rows and L * max_rows_per_expert",
@@ -165,33 +205,49 @@ Status check_rows(const Layer::State& s, std::string_view entry, const Rows& row
   return Status::ok();
 }
 
+// Packs the rows where they are not what the up GEMM reads, in dtype or in place, and runs the experts into out.
+Status run_grouped(const Layer::State& s, std::string_view entry, const Rows& rows, const RowGroups& groups,
+                   const TensorView& out, const Ctx& ctx) {
+  Call call;
+  SLUICE_TRY(begin(s, 0, rows.data.shape[0], ctx, call));
+  FfnBuffers b = call.b.routed;
+  b.y = out;
+  SLUICE_TRY(accepts(s, s.routed.down, down_args(s.weights.experts, b, groups)).with_context(entry));
+  FfnBuffers in_place = b;
+  in_place.rows = rows;
+  const bool is_packed = rows.data.dtype == s.path.rows;
+  if (is_packed && accepts(s, s.routed.up, up_args(s.weights.experts, in_place, groups)).is_ok()) b = in_place;
+  const bool needs_pack = b.rows.data.data != rows.data.data;
+  if (needs_pack) SLUICE_TRY(s.group_pack.serves(rows.data.dtype));
+  const device::Current current(s.device());
+  SLUICE_TRY(current.status());
+  if (needs_pack) {
+    pack::Args args = whole_pack_args(s, b.rows, rows.data, groups);
+    args.x_scale = rows.scale;
+    SLUICE_TRY(s.group_pack(rows.data.dtype, args, call.ctx));
+  }
+  return experts(s, s.routed, s.weights.experts, b, groups, call.ctx);
+}
+
 }  // namespace
 
 Status Layer::forward_grouped(const Rows& rows, const ExpertOffsets& expert_offset, const TensorView& out,
                               const Ctx& ctx) const {
-  if (state_ == nullptr) return moved_from();
+  SLUICE_TRY(check_ready(state_.get()));
   const State& s = *state_;
   SLUICE_TRY(check_rows(s, "forward_grouped", rows, out));
   const std::int64_t num_rows = rows.data.shape[0];
   const RowGroups groups = RowGroups::contiguous(expert_offset);
   SLUICE_TRY(check_row_groups("forward_grouped", groups, num_local(s.config), num_rows, Phase::kRun));
+  SLUICE_TRY(check_place("forward_grouped", "expert_offset", expert_offset.view, s.device()));
   if (s.options.checked) SLUICE_TRY(check_row_values("forward_grouped", groups, num_rows));
   if (num_rows == 0) return Status::ok();
-  Call call;
-  SLUICE_TRY(begin(s, 0, num_rows, ctx, call));
-  FfnBuffers b = call.b.routed;
-  b.y = out;
-  if (rows.data.dtype == s.path.rows) {
-    b.rows = rows;
-  } else {
-    SLUICE_TRY(s.routed.pack(whole_pack_args(s, b.rows, rows.data, groups), call.ctx));
-  }
-  return experts(s, s.routed, s.weights.experts, b, groups, call.ctx);
+  return run_grouped(s, "forward_grouped", rows, groups, out, ctx);
 }
 
 Status Layer::forward_masked(const Rows& rows, const TensorView& num_rows, const TensorView& out,
                              const Ctx& ctx) const {
-  if (state_ == nullptr) return moved_from();
+  SLUICE_TRY(check_ready(state_.get()));
   const State& s = *state_;
   SLUICE_TRY(check_rows(s, "forward_masked", rows, out));
   const std::int64_t num_groups = num_local(s.config);
@@ -202,18 +258,10 @@ Status Layer::forward_masked(const Rows& rows, const TensorView& num_rows, const
   const std::int64_t per_group = rows.data.shape[0] / num_groups;
   const RowGroups groups = RowGroups::masked(num_rows, per_group);
   SLUICE_TRY(check_row_groups("forward_masked", groups, num_groups, rows.data.shape[0], Phase::kRun));
+  SLUICE_TRY(check_place("forward_masked", "num_rows", num_rows, s.device()));
   if (s.options.checked) SLUICE_TRY(check_row_values("forward_masked", groups, rows.data.shape[0]));
   if (rows.data.shape[0] == 0) return Status::ok();
-  Call call;
-  SLUICE_TRY(begin(s, 0, rows.data.shape[0], ctx, call));
-  FfnBuffers b = call.b.routed;
-  b.y = out;
-  if (rows.data.dtype == s.path.rows) {
-    b.rows = rows;
-  } else {
-    SLUICE_TRY(s.routed.pack(whole_pack_args(s, b.rows, rows.data, groups), call.ctx));
-  }
-  return experts(s, s.routed, s.weights.experts, b, groups, call.ctx);
+  return run_grouped(s, "forward_masked", rows, groups, out, ctx);
 }
 
 }  // namespace sluice

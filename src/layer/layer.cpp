@@ -5,7 +5,9 @@
 
 #include <algorithm>
 
+#include "layer/place.h"
 #include "layer/state.h"
+#include "layer/tensors.h"
 
 namespace sluice {
 namespace {
@@ -37,22 +39,51 @@ Status check_selection_keys(const LayerOptions& options) {
 
 // Judges the planned arguments, picks the implementation, books its scratch and writes the report.
 template <class Args>
-Status resolve(Layer::State& s, std::string_view role, std::string_view stage, std::span<const Impl<Args>> table,
-               const Args& args, std::string tensors, Stage<Args>& resolved) {
+Result<const Impl<Args>*> resolve_row(Layer::State& s, std::string_view role, std::string_view stage,
+                                      std::span<const Impl<Args>> table, const Args& args, std::string tensors) {
   SLUICE_TRY(check(args, Phase::kPlan));
   Result<Choice<Args>> choice = choose(stage, table, args, s.options.machine, selection_for(s.options, stage));
   if (!choice) return choice.status();
-  resolved.impl = choice->impl;
+  const Impl<Args>& impl = *choice->impl;
   StageReport report;
   report.stage = role == stage ? std::string(stage) : fmt::format("{}: {}", role, stage);
-  report.impl = std::string(choice->impl->name);
+  report.impl = std::string(impl.name);
   report.tensors = std::move(tensors);
   report.declined = std::move(choice->declined);
-  if (resolved.impl->describe != nullptr) report.configuration = resolved.impl->describe(args, s.options.machine);
-  if (resolved.impl->scratch_bytes != nullptr)
-    report.scratch_bytes = resolved.impl->scratch_bytes(args, s.options.machine);
+  if (impl.describe != nullptr) report.configuration = impl.describe(args, s.options.machine);
+  if (impl.scratch_bytes != nullptr) report.scratch_bytes = impl.scratch_bytes(args, s.options.machine);
   s.scratch_bytes = std::max(s.scratch_bytes, report.scratch_bytes);
   s.reports.push_back(std::move(report));
+  return &impl;
+}
+
+template <class Args>
+Status resolve(Layer::State& s, std::string_view role, std::string_view stage, std::span<const Impl<Args>> table,
+               const Args& args, std::string tensors, Stage<Args>& resolved) {
+  Result<const Impl<Args>*> impl = resolve_row(s, role, stage, table, args, std::move(tensors));
+  if (!impl) return impl.status();
+  resolved.impl = *impl;
+  return Status::ok();
+}
+
+// For each dtype the caller's tensor (`of` args) may have. The first is the planned one and must be served; another gets a
+// line of its own in the report when its implementation differs, and a refusal kept for the call when there is none.
+template <class Args>
+Status resolve(Layer::State& s, std::string_view role, std::string_view stage, std::span<const Impl<Args>> table,
+               Args args, TensorView Args::*of, std::initializer_list<DType> dtypes, std::string tensors,
+               CallerStage<Args>& resolved) {
+  const Impl<Args>* planned = nullptr;
+  for (DType dtype : dtypes) {
+    (args.*of).dtype = dtype;
+    const std::string as = planned == nullptr ? std::string(role) : fmt::format("{} ({})", role, to_string(dtype));
+    Result<const Impl<Args>*> impl = resolve_row(s, as, stage, table, args, planned == nullptr ? tensors : "");
+    resolved.refusal[static_cast<std::size_t>(dtype)] = impl.status();
+    if (planned == nullptr && !impl) return impl.status();
+    if (!impl) continue;
+    resolved.impl[static_cast<std::size_t>(dtype)] = *impl;
+    if (*impl == planned) s.reports.pop_back();
+    if (planned == nullptr) planned = *impl;
+  }
   return Status::ok();
 }
 
@@ -70,7 +101,7 @@ Status resolve_ffn(Layer::State& s, std::string_view prefix, const FfnWeights& w
   const auto act = act_args(s, b, groups);
   const auto down = down_args(weights, b, groups);
   SLUICE_TRY(resolve(
-      s, fmt::format("{}pack", prefix), "pack", pack::impls(), pack,
+      s, fmt::format("{}pack", prefix), "pack", pack::impls(), pack, &pack::Args::x, {DType::kBF16, DType::kF32},
       fmt::format("x {} -> {}{}", pack.x.to_string(), pack.rows.to_string(), scale_text(pack.rows, pack.scale_format)),
       stages.pack));
   SLUICE_TRY(
@@ -83,17 +114,53 @@ Status resolve_ffn(Layer::State& s, std::string_view prefix, const FfnWeights& w
                  stages.down);
 }
 
+// Pack for what callers bring in other forms: tokens quantised already, and rows they have grouped. Reported only where the
+// implementation is not the one that packs tokens.
+Status resolve_brought_rows(Layer::State& s, const Buffers& b, pack::Args tokens) {
+  const std::size_t num_reports = s.reports.size();
+  const Rows& rows = b.routed.rows;
+  const auto scale_of = [&](const TensorView& x) {
+    return TensorView::dense(nullptr, DType::kF32, {rows.scale.shape[0], x.shape[0]}, s.device());
+  };
+  const std::size_t quantised = static_cast<std::size_t>(s.path.rows);
+  if (rows.scale.is_present()) {
+    tokens.x.dtype = s.path.rows;
+    tokens.x_scale = scale_of(tokens.x);
+    auto impl = resolve_row(s, "pack of quantised x", "pack", pack::impls(), tokens, tokens.x.to_string());
+    s.routed.pack.refusal[quantised] = impl.status();
+    if (impl) s.routed.pack.impl[quantised] = *impl;
+  }
+  const RowGroups groups = RowGroups::contiguous(b.plan.expert_offset);
+  TensorView x = rows.data;
+  x.dtype = DType::kBF16;
+  pack::Args grouped = whole_pack_args(s, rows, x, groups);
+  SLUICE_TRY(resolve(s, "pack of grouped rows", "pack", pack::impls(), grouped, &pack::Args::x,
+                     {DType::kBF16, DType::kF32}, grouped.rows.to_string(), s.group_pack));
+  if (rows.scale.is_present()) {
+    grouped.x = rows.data;
+    grouped.x_scale = scale_of(grouped.x);
+    auto impl = resolve_row(s, "pack of quantised rows", "pack", pack::impls(), grouped, grouped.x.to_string());
+    s.group_pack.refusal[quantised] = impl.status();
+    if (impl) s.group_pack.impl[quantised] = *impl;
+  }
+  const std::string_view usual = s.routed.pack.impl[static_cast<std::size_t>(DType::kBF16)]->name;
+  const auto is_usual = [&](const StageReport& report) { return report.impl == usual; };
+  s.reports.erase(
+      std::remove_if(s.reports.begin() + static_cast<std::ptrdiff_t>(num_reports), s.reports.end(), is_usual),
+      s.reports.end());
+  return Status::ok();
+}
+
 Status resolve_all(Layer::State& s) {
   const std::int64_t tokens = s.options.max_tokens;
   Arena plan(nullptr, s.options.machine.device);
   const Buffers b = lay_out(s, plan, tokens, s.max_rows());
-  // Tokens may come in bf16 or f32; implementations take both, and the choice does not depend on it.
   const TensorView x = TensorView::dense(nullptr, DType::kBF16, {tokens, s.config.hidden}, s.options.machine.device);
   const TensorView out = TensorView::dense(nullptr, DType::kF32, {tokens, s.config.hidden}, s.options.machine.device);
 
   const auto logits = logits_args(s, b, x);
   SLUICE_TRY(resolve(
-      s, "gate.logits", "gate.logits", gate::logits_impls(), logits,
+      s, "gate.logits", "gate.logits", gate::logits_impls(), logits, &gate::LogitsArgs::x, {DType::kBF16, DType::kF32},
       fmt::format("x {}, w_gate {} -> {}", x.to_string(), logits.w_gate.to_string(), b.logits.to_string()), s.logits));
   SLUICE_TRY(
       resolve(s, "gate.select", "gate.select", gate::select_impls(), select_args(s, b, {}),
@@ -108,18 +175,21 @@ Status resolve_all(Layer::State& s) {
   if (pack.rows_scale.is_present()) pack.rows_scale.shape[1] = tokens * s.config.top_k;
   SLUICE_TRY(
       resolve_ffn(s, "", s.weights.experts, b.routed, RowGroups::contiguous(b.plan.expert_offset), pack, s.routed));
+  SLUICE_TRY(resolve_brought_rows(s, b, pack));
 
   if (s.has_shared()) {
     SLUICE_TRY(resolve_ffn(s, "shared ", s.weights.shared, b.shared, RowGroups::whole(),
                            whole_pack_args(s, b.shared.rows, x, RowGroups::whole()), s.shared));
     if (s.config.has_shared_gate) {
       const auto args = shared_logits_args(s, b, x);
-      SLUICE_TRY(resolve(s, "shared gate", "gate.logits", gate::logits_impls(), args,
+      SLUICE_TRY(resolve(s, "shared gate", "gate.logits", gate::logits_impls(), args, &gate::LogitsArgs::x,
+                         {DType::kBF16, DType::kF32},
                          fmt::format("w {} -> {}", args.w_gate.to_string(), args.logits.to_string()), s.shared_logits));
     }
   }
-  return resolve(s, "combine", "combine", combine::impls(), combine_args(s, b, b.routed.y, out),
-                 fmt::format("y {} -> {}", b.routed.y.to_string(), out.to_string()), s.combine);
+  return resolve(s, "combine", "combine", combine::impls(), combine_args(s, b, b.routed.y, out), &combine::Args::out,
+                 {DType::kF32, DType::kBF16}, fmt::format("y {} -> {}", b.routed.y.to_string(), out.to_string()),
+                 s.combine);
 }
 
 // The threading library ends the process when it cannot start a thread, so absurd counts must not reach it.
@@ -139,7 +209,28 @@ Status check_options(const LayerOptions& o) {
     return refuse(fmt::format("machine.num_threads = {} is not between 1 and {}", o.machine.num_threads, kMaxThreads));
   }
   if (o.transport == nullptr) return refuse("transport is null");
+  if (o.machine.device.kind == DeviceKind::kCuda) {
+    if (o.checked) {
+      return refuse(fmt::format(
+          "checked needs the host to read ids and offsets, which would synchronise every forward on GPU {}; "
+          "without it invalid ids are counted (Counter::kInvalidIds) and offsets clamped",
+          o.machine.device.index));
+    }
+    if (!o.plan_only) {
+      if (Result<Machine> found = Machine::detect_cuda(o.machine.device.index); !found)
+        return found.status().with_context("options.machine");
+    }
+  }
   return check_selection_keys(o);
+}
+
+Status check_places(const LayerWeights& weights, const LayerOptions& options) {
+  if (options.plan_only) return Status::ok();
+  Status status;
+  for_each_tensor(weights, [&](std::string_view name, const TensorView& view) {
+    if (status.is_ok()) status = check_place("weights", name, view, options.machine.device);
+  });
+  return status;
 }
 
 }  // namespace
@@ -148,6 +239,7 @@ Result<Layer> Layer::create(const MoeConfig& config, LayerWeights weights, const
   SLUICE_TRY(validate(config));
   SLUICE_TRY(check_options(options));
   SLUICE_TRY(check_weights(config, weights));
+  SLUICE_TRY(check_places(weights, options));
 
   auto state = std::make_unique<State>();
   state->config = config;
@@ -192,7 +284,7 @@ Result<Layer> Layer::create(const MoeConfig& config, LayerWeights weights, const
                     "I = {})",
                     options.max_tokens, state->max_rows(), config.hidden, config.intermediate));
   }
-  state->workspace_bytes = bytes + Arena::kAlignBytes;
+  state->workspace_bytes = bytes + Arena::align_bytes(options.machine.device.kind);
   return Layer(std::move(state));
 }
 

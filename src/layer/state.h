@@ -1,6 +1,8 @@
 // What a Layer holds after create, and the buffers of one call.
 #pragma once
 
+#include <array>
+
 #include "sluice/layer.h"
 #include "sluice/stage/combine.h"
 #include "sluice/stage/gate.h"
@@ -15,12 +17,15 @@ namespace sluice {
 // records: planning and running walk the same code, so the two cannot disagree.
 class Arena {
  public:
-  static constexpr std::int64_t kAlignBytes = 64;
+  // Cache lines on a CPU; on a GPU what cudaMalloc itself gives, so that every tensor allows TMA and 16-byte accesses.
+  static constexpr std::int64_t align_bytes(DeviceKind kind) { return kind == DeviceKind::kCuda ? 256 : 64; }
   static constexpr std::int64_t kMaxBytes = std::int64_t{1} << 60;  // where counting stops; Layer::create refuses it
 
   Arena(std::byte* base, Device device, std::vector<WorkspaceItem>* items = nullptr)
       : base_(base), device_(device), items_(items) {}
   TensorView take(std::string_view what, DType dtype, std::initializer_list<std::int64_t> shape);
+  // Scales [blocks,rows]: on a GPU every block begins on 16 bytes, as TMA wants it, whatever the number of rows.
+  TensorView take_scale(std::string_view what, std::int64_t blocks, std::int64_t rows);
   std::span<std::byte> take_bytes(std::string_view what, std::int64_t bytes);
   std::int64_t used_bytes() const { return used_; }
 
@@ -59,8 +64,20 @@ struct Stage {
   Status operator()(const Args& args, const Ctx& ctx) const { return impl->run(args, ctx); }
 };
 
+// A stage that touches a tensor the caller brings, which may have one of several dtypes: a function for each, or the reason
+// why there is none.
+template <class Args>
+struct CallerStage {
+  std::array<const Impl<Args>*, kNumDTypes> impl{};
+  std::array<Status, kNumDTypes> refusal{};
+  Status serves(DType dtype) const { return refusal[static_cast<std::size_t>(dtype)]; }
+  Status operator()(DType dtype, const Args& args, const Ctx& ctx) const {
+    return impl[static_cast<std::size_t>(dtype)]->run(args, ctx);
+  }
+};
+
 struct FfnStages {
-  Stage<pack::Args> pack;
+  CallerStage<pack::Args> pack;  // by the dtype of x
   Stage<grouped_gemm::Args> up;
   Stage<swiglu_quant::Args> act;
   Stage<grouped_gemm::Args> down;
@@ -73,19 +90,21 @@ struct Layer::State {
   DataPath path;         // routed experts
   DataPath shared_path;  // shared expert: its own weights decide
 
-  Stage<gate::LogitsArgs> logits;
+  CallerStage<gate::LogitsArgs> logits;  // by the dtype of x
   Stage<gate::SelectArgs> select;
   Stage<route::Args> route;
   FfnStages routed;
   FfnStages shared;
-  Stage<gate::LogitsArgs> shared_logits;
-  Stage<combine::Args> combine;
+  CallerStage<gate::LogitsArgs> shared_logits;  // by the dtype of x
+  CallerStage<combine::Args> combine;           // by the dtype of out
+  CallerStage<pack::Args> group_pack;           // rows a caller has grouped, by their dtype
 
   std::int64_t scratch_bytes = 0;
   std::int64_t workspace_bytes = 0;
   std::vector<WorkspaceItem> items;
   std::vector<StageReport> reports;
 
+  Device device() const { return options.machine.device; }
   bool has_shared() const { return config.shared_intermediate > 0 && !options.routed_only; }
   std::int64_t max_rows() const;
 };

@@ -10,7 +10,8 @@ namespace sluice {
 std::byte* Arena::advance(std::string_view what, std::int64_t bytes) {
   std::byte* const place = base_ == nullptr ? nullptr : base_ + used_;
   if (items_ != nullptr && bytes > 0) items_->push_back({std::string(what), used_, bytes});
-  used_ = std::min(used_ + ceil_div(std::min(bytes, kMaxBytes), kAlignBytes) * kAlignBytes, kMaxBytes);
+  const std::int64_t align = align_bytes(device_.kind);
+  used_ = std::min(used_ + ceil_div(std::min(bytes, kMaxBytes), align) * align, kMaxBytes);
   return place;
 }
 
@@ -22,6 +23,13 @@ TensorView Arena::take(std::string_view what, DType dtype, std::initializer_list
   } else {
     view.data = advance(what, view.num_bytes());
   }
+  return view;
+}
+
+TensorView Arena::take_scale(std::string_view what, std::int64_t blocks, std::int64_t rows) {
+  const std::int64_t pitch = device_.kind == DeviceKind::kCuda ? ceil_div(rows, 4) * 4 : rows;
+  TensorView view = take(what, DType::kF32, {blocks, pitch});
+  view.shape[1] = rows;
   return view;
 }
 
@@ -48,12 +56,10 @@ FfnBuffers lay_out_ffn(Arena& arena, const FfnNames& names, const DataPath& path
                        std::int64_t hidden, std::int64_t intermediate) {
   FfnBuffers b;
   b.rows.data = arena.take(names.rows, path.rows, {rows, hidden});
-  if (path.rows == DType::kE4M3)
-    b.rows.scale = arena.take(names.rows_scale, DType::kF32, {ceil_div(hidden, kScaleBlock), rows});
+  if (path.rows == DType::kE4M3) b.rows.scale = arena.take_scale(names.rows_scale, ceil_div(hidden, kScaleBlock), rows);
   b.h = arena.take(names.h, path.h, {rows, 2 * intermediate});
   b.a.data = arena.take(names.a, path.a, {rows, intermediate});
-  if (path.a == DType::kE4M3)
-    b.a.scale = arena.take(names.a_scale, DType::kF32, {ceil_div(intermediate, kScaleBlock), rows});
+  if (path.a == DType::kE4M3) b.a.scale = arena.take_scale(names.a_scale, ceil_div(intermediate, kScaleBlock), rows);
   b.y = arena.take(names.y, path.y, {rows, hidden});
   return b;
 }
