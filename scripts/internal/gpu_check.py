@@ -69,6 +69,9 @@ def describe_source(commit):
 
 
 def cuda_of_build(build):
+    """The nvcc of the build folder; a packed one has it in cuda.txt."""
+    if (build / "cuda.txt").is_file():
+        return (build / "cuda.txt").read_text().strip()
     for path in sorted(build.glob("CMakeFiles/*/CMakeCUDACompiler.cmake")):
         match = re.search(r'CMAKE_CUDA_COMPILER_VERSION "([^"]+)"', path.read_text())
         if match:
@@ -237,6 +240,24 @@ def peer_programs(build, wanted_python):
     return programs
 
 
+def pack(build, folder):
+    """Copies the programs a run needs, stripped: for a machine with a GPU and nothing to build with."""
+    programs = [path for _, path in test_programs(build)] + [command[1] for command in bench_programs(build)]
+    programs += [path for path in sorted((build / "bench").glob("peer_*")) if os.access(path, os.X_OK) and path.is_file()]
+    num_bytes = 0
+    for program in programs:
+        target = folder / program.relative_to(build)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        status, text = run(["strip", "-o", target, program], 120)
+        if status != 0:
+            say(f"strip {program}: {text.strip()}")
+            return 1
+        num_bytes += target.stat().st_size
+    (folder / "cuda.txt").write_text(cuda_of_build(build) + "\n")
+    say(f"{len(programs)} programs, {num_bytes / 1e6:.1f} MB in {folder}; run them with scripts/gpu-check --build {folder}")
+    return 0
+
+
 def slug(gpu_name):
     words = re.sub(r"[^a-z0-9]+", "-", gpu_name.lower()).strip("-")
     return words.removeprefix("nvidia-")
@@ -249,7 +270,10 @@ def main(arguments):
     parser.add_argument("--only", default=",".join(PARTS))
     parser.add_argument("--python", default="")
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "bench" / "results")
+    parser.add_argument("--pack", type=pathlib.Path)
     options = parser.parse_args(arguments)
+    if options.pack:
+        return pack(options.build.resolve(), options.pack)
     parts = options.only.split(",")
     if unknown := [part for part in parts if part not in PARTS]:
         parser.error(f"--only knows {', '.join(PARTS)}, not {', '.join(unknown)}")
