@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 import grid as g
+import routes
 
 
 # Tokens sorted by expert and padded to BLOCK_M, one expert a block: the form the public fused MoE kernels share.
@@ -71,7 +72,7 @@ def triton_configs(rows_per_expert):
 
 
 def report(impl, row, name, n, k, offsets, timing=None, worst=-1.0, config="", error=None):
-    num_bytes, flops, floor = g.gemm_floor(row, n, k, offsets)
+    num_bytes, flops, floor = routes.gemm_floor(row, n, k, offsets)
     line = {"bench": "grouped_gemm", "impl": impl, "shape": row.shape, "tokens": row.tokens, "gemm": name, "rows": offsets[-1],
             "active_experts": sum(1 for a, b in zip(offsets, offsets[1:]) if b > a)}
     if error is None:
@@ -91,7 +92,7 @@ def checked(impl, row, name, n, k, all_offsets, inputs, variants, run, config):
         if worst >= 1:
             report(impl, row, name, n, k, all_offsets[0], worst=worst, config=config, error="wrong result")
             return
-        timing = g.time_graph(variants, g.gemm_floor(row, n, k, all_offsets[0])[2], run)
+        timing = g.time_graph(variants, routes.gemm_floor(row, n, k, all_offsets[0])[2], run)
         report(impl, row, name, n, k, all_offsets[0], timing, worst, config)
     except Exception as error:  # whatever a peer throws is its answer on this shape
         torch.cuda.synchronize()
@@ -99,7 +100,7 @@ def checked(impl, row, name, n, k, all_offsets, inputs, variants, run, config):
 
 
 def run_bf16(row, name, n, k, all_offsets):
-    as_bf16 = g.Row(row.shape, row.tokens, row.experts, row.local, row.hidden, row.intermediate, row.top_k, True)
+    as_bf16 = routes.Row(row.shape, row.tokens, row.experts, row.local, row.hidden, row.intermediate, row.top_k, True)
     rows = max(o[-1] for o in all_offsets)
     a = g.make_values((rows, k), torch.bfloat16, g.SALT_A)
     w = g.make_values((row.local, n, k), torch.bfloat16, g.SALT_W)
@@ -166,23 +167,23 @@ def main():
     parser.add_argument("shape", nargs="?", default="")
     options = parser.parse_args()
     begin = time.monotonic()
-    print(json.dumps({"bench": "routes", "impl": "torch", "digest": g.route_digest()}), flush=True)
+    print(json.dumps({"bench": "routes", "impl": "torch", "digest": routes.route_digest()}), flush=True)
     for name in ("flashinfer", "sgl_kernel"):
         try:
             __import__(name)
             print(json.dumps({"bench": "peer", "impl": name, "error": "installed, no adapter"}), flush=True)
         except ImportError:
             print(json.dumps({"bench": "peer", "impl": name, "error": "not installed"}), flush=True)
-    for row in g.grid():
+    for row in routes.grid():
         if options.shape not in row.shape:
             continue
         for name, n, k in row.gemms():
             if time.monotonic() - begin > options.seconds:
-                report("torch", row, name, n, k, g.expert_offsets(row, 0), error=f"not started: {options.seconds:g} s were over")
+                report("torch", row, name, n, k, routes.expert_offsets(row, 0), error=f"not started: {options.seconds:g} s were over")
                 continue
-            first = g.expert_offsets(row, 0)
-            variants = g.num_variants(g.gemm_floor(row, n, k, first)[0])
-            all_offsets = [first] + [g.expert_offsets(row, v) for v in range(1, variants)]
+            first = routes.expert_offsets(row, 0)
+            variants = routes.num_variants(routes.gemm_floor(row, n, k, first)[0])
+            all_offsets = [first] + [routes.expert_offsets(row, v) for v in range(1, variants)]
             if not row.bf16:
                 run_fp8(row, name, n, k, all_offsets)
             run_bf16(row, name, n, k, all_offsets)
