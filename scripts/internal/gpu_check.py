@@ -19,6 +19,7 @@ PARTS = ("tests", "sanitizers", "bench", "peers")
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 FILTERS = ROOT / "tests" / "gpu" / "sanitizer_filters.txt"
 SANITIZER_ERROR = 86
+PACKED = "packed.json"
 
 
 def say(text):
@@ -69,14 +70,22 @@ def describe_source(commit):
 
 
 def cuda_of_build(build):
-    """The nvcc of the build folder; a packed one has it in cuda.txt."""
-    if (build / "cuda.txt").is_file():
-        return (build / "cuda.txt").read_text().strip()
     for path in sorted(build.glob("CMakeFiles/*/CMakeCUDACompiler.cmake")):
         match = re.search(r'CMAKE_CUDA_COMPILER_VERSION "([^"]+)"', path.read_text())
         if match:
             return match.group(1)
     return "unknown"
+
+
+def describe_build(build, commit):
+    """{commit, dirty, cuda}. Packed programs bring what was true where they were built; that wins over this machine."""
+    if (build / PACKED).is_file():
+        packed = json.loads((build / PACKED).read_text())
+        if commit not in ("", packed["commit"]):
+            raise SystemExit(f"gpu-check: --commit {commit}, but the programs in {build} were packed at {packed['commit']}")
+        return packed
+    commit, dirty = describe_source(commit)
+    return {"commit": commit, "dirty": dirty, "cuda": cuda_of_build(build)}
 
 
 def test_programs(build):
@@ -240,7 +249,7 @@ def peer_programs(build, wanted_python):
     return programs
 
 
-def pack(build, folder):
+def pack(build, folder, commit):
     """Copies the programs a run needs, stripped: for a machine with a GPU and nothing to build with."""
     programs = [path for _, path in test_programs(build)] + [command[1] for command in bench_programs(build)]
     programs += [path for path in sorted((build / "bench").glob("peer_*")) if os.access(path, os.X_OK) and path.is_file()]
@@ -253,7 +262,7 @@ def pack(build, folder):
             say(f"strip {program}: {text.strip()}")
             return 1
         num_bytes += target.stat().st_size
-    (folder / "cuda.txt").write_text(cuda_of_build(build) + "\n")
+    (folder / PACKED).write_text(json.dumps(describe_build(build, commit)) + "\n")
     say(f"{len(programs)} programs, {num_bytes / 1e6:.1f} MB in {folder}; run them with scripts/gpu-check --build {folder}")
     return 0
 
@@ -273,16 +282,15 @@ def main(arguments):
     parser.add_argument("--pack", type=pathlib.Path)
     options = parser.parse_args(arguments)
     if options.pack:
-        return pack(options.build.resolve(), options.pack)
+        return pack(options.build.resolve(), options.pack, options.commit)
     parts = options.only.split(",")
     if unknown := [part for part in parts if part not in PARTS]:
         parser.error(f"--only knows {', '.join(PARTS)}, not {', '.join(unknown)}")
     build = options.build.resolve()
     now = datetime.datetime.now(datetime.timezone.utc)
-    commit, dirty = describe_source(options.commit)
-    record = {"schema": 1, "date": now.strftime("%Y-%m-%dT%H:%M:%SZ"), "commit": commit, "dirty": dirty,
-              "gpu": describe_gpu(), "cuda": cuda_of_build(build), "left_out": [part for part in PARTS if part not in parts]}
-    say(f"{record['gpu']['name']}, driver {record['gpu']['driver']}, commit {commit[:12]}")
+    record = {"schema": 1, "date": now.strftime("%Y-%m-%dT%H:%M:%SZ"), **describe_build(build, options.commit),
+              "gpu": describe_gpu(), "left_out": [part for part in PARTS if part not in parts]}
+    say(f"{record['gpu']['name']}, driver {record['gpu']['driver']}, commit {record['commit'][:12]}")
     # Tests come first: a figure of a program whose tests fail is not worth the time.
     if "tests" in parts:
         record["tests"] = run_tests(build)

@@ -122,6 +122,16 @@ class Judgement(unittest.TestCase):
         self.assertEqual(gpu_check.run([sys.executable, "-c", "import time; print('a', flush=True); time.sleep(60)"], 1)[0], 124)
         self.assertEqual(gpu_check.run(["/no/such/program"], 1)[0], 127)
 
+    def test_packed_programs_bring_their_commit(self):
+        with tempfile.TemporaryDirectory() as name:
+            folder = pathlib.Path(name)
+            self.assertEqual(gpu_check.describe_build(folder, "0123")["commit"], "0123")
+            (folder / gpu_check.PACKED).write_text(json.dumps({"commit": "abc", "dirty": True, "cuda": "13.0"}))
+            for commit in ("", "abc"):
+                self.assertEqual(gpu_check.describe_build(folder, commit), {"commit": "abc", "dirty": True, "cuda": "13.0"})
+            with self.assertRaises(SystemExit):
+                gpu_check.describe_build(folder, "def")
+
     def test_names_of_files(self):
         self.assertEqual(gpu_check.slug("NVIDIA H200"), "h200")
         self.assertEqual(gpu_check.slug("NVIDIA H100 80GB HBM3"), "h100-80gb-hbm3")
