@@ -4,7 +4,10 @@ set(SLUICE_CUDA_SM100_MINIMUM 12.8)  # the first nvcc that knows Blackwell
 
 # Versions are compared as numbers: 12.10 is newer than 12.3, though its text sorts before it.
 function(sluice_judge_nvcc version accepted reason)
-  if(version VERSION_LESS SLUICE_CUDA_MINIMUM)
+  if(NOT version MATCHES "^[0-9]+(\\.[0-9]+)*$")
+    set(${accepted} OFF PARENT_SCOPE)
+    set(${reason} "nvcc says its version is \"${version}\", which is no number" PARENT_SCOPE)
+  elseif(version VERSION_LESS SLUICE_CUDA_MINIMUM)
     set(${accepted} OFF PARENT_SCOPE)
     set(${reason} "nvcc ${version} found, ${SLUICE_CUDA_MINIMUM} or newer is needed" PARENT_SCOPE)
   else()
