@@ -122,7 +122,6 @@ int main_program(int argc, char** argv) {
       options.impl = argv[++i];
     } else if (std::strcmp(argv[i], "--scales-by-row") == 0) {
       options.scales_by_row = true;
-    } else if (std::strcmp(argv[i], "--json") == 0) {  // what every gpu_ program understands; here it is the only form
     } else if (std::strcmp(argv[i], "--list") == 0) {
       for (const GridRow& row : grid()) std::printf("%s %lld\n", row.shape, static_cast<long long>(row.tokens));
       return 0;

@@ -227,7 +227,7 @@ def run_benches(programs):
 
 def bench_programs(build):
     folder = build / "bench"
-    return [[path.name, path, "--json"] for path in sorted(folder.glob("gpu_*")) if path.is_file() and os.access(path, os.X_OK)]
+    return [[path.name, path] for path in sorted(folder.glob("gpu_*")) if path.is_file() and os.access(path, os.X_OK)]
 
 
 def python_with_torch(wanted):

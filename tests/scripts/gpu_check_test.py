@@ -32,7 +32,10 @@ RECORD = {
     "sanitizers": {"runs": [{"tool": "memcheck", "verdict": "clean"}, {"tool": "racecheck", "verdict": "3 findings"}]},
     "bench": {"figures": [figure("cuda-wgmma"), figure("cuda-wgmma", gemm="down", us=6.0),
                           figure("cuda-wgmma", "qwen3-30b-bf16", 512, us=200.0), figure("cuda-wgmma", "qwen3-30b-bf16", 512, "down", 100.0),
-                          {"bench": "route", "case": "E = 256", "tokens": 8192, "us": 14.5}]},
+                          {"bench": "gate", "what": "select", "impl": "cuda", "shape": "dsv3", "tokens": 8192, "us": 9.5},
+                          {"bench": "stages", "what": "pack", "impl": "cuda", "shape": "dsv3", "tokens": 128, "us": 10.0, "bytes": 36e6},
+                          {"bench": "gate", "what": "select", "impl": "cuda", "shape": "kimi-k2", "tokens": 8192, "us": 77.0},
+                          {"bench": "gate", "what": "logits", "impl": "cuda", "shape": "dsv3", "tokens": 128, "error": "no"}]},
     "peers": {"figures": [figure("deepgemm", us=12.0), figure("deepgemm", us=11.0), figure("cutlass", us=20.0),
                           figure("cutlass", gemm="down", us=9.0), figure("deepgemm", gemm="down", us=9.5),
                           figure("torch_grouped_mm_bf16", us=1.0), figure("torch_grouped_mm_bf16", gemm="down", us=1.0),
@@ -144,7 +147,8 @@ class Table(unittest.TestCase):
         self.assertIn("| DeepSeek-V3 | 1 | 8 | 16.0 | 100 % | 20.0 (DeepGEMM + CUTLASS) | 1.25x |\n", text)
         # One of the two GEMMs has no rival: no comparison is made.
         self.assertIn("| Qwen3-30B bf16 | 512 | 8 | 300 | 5 % | none |  |\n", text)
-        self.assertIn("| route E = 256 T = 8192 | 14.5 |  |\n", text)
+        self.assertIn("| gate: select | cuda | 8192 | 9.5 |  |\n| stages: pack | cuda | 128 | 10.0 | 80 % |\n", text)
+        self.assertNotIn("77.0", text)
         self.assertIn("commit 0123456789ab; 7 GPU tests passed, 1 failed, 2 skipped; "
                       "compute-sanitizer (memcheck, racecheck): 1 of 2 runs clean.", text)
 
