@@ -68,6 +68,15 @@ def gemm_lines(record):
     return lines
 
 
+def layer_lines(record):
+    lines = []
+    for f in record.get("bench", {}).get("figures", []):
+        if f.get("bench") == "layer":
+            figures = [number(f["us"]), f"{100 * f['share_of_floor']:.0f} %"] if "us" in f else ["not run", ""]
+            lines.append("| " + " | ".join([SHAPES.get(f["shape"], f["shape"]), str(f["tokens"]), str(f["rows"]), *figures]) + " |")
+    return ["| whole layer, from x to out | T | rows | us | of the floor |", "|---|---|---|---|---|", *lines] if lines else []
+
+
 def stage_lines(record):
     """The other stages, at the sizes that docs/performance.md has goals for; the record holds more of them.
 
@@ -75,7 +84,7 @@ def stage_lines(record):
     """
     lines = []
     for f in record.get("bench", {}).get("figures", []):
-        if f.get("bench") in ("grouped_gemm", "routes") or "us" not in f or f.get("shape") != "dsv3" or f.get("tokens") not in (128, 8192):
+        if f.get("bench") in ("grouped_gemm", "layer", "routes") or "us" not in f or f.get("shape") != "dsv3" or f.get("tokens") not in (128, 8192):
             continue
         share = f"{100 * f['bytes'] / f['us'] / STREAM_BYTES_PER_US:.0f} %" if "bytes" in f else ""
         name = f["what"] if f["what"].startswith(f["bench"]) else f"{f['bench']}: {f['what']}"
@@ -99,7 +108,7 @@ def header(record):
 def render(record):
     if record is None:
         return NO_RECORD
-    tables = ["\n".join(lines) + "\n" for lines in (gemm_lines(record), stage_lines(record)) if lines]
+    tables = ["\n".join(lines) + "\n" for lines in (gemm_lines(record), layer_lines(record), stage_lines(record)) if lines]
     return "\n".join([header(record), *tables])
 
 

@@ -34,6 +34,8 @@ RECORD = {
                           figure("cuda-wgmma", "qwen3-30b-bf16", 512, us=200.0), figure("cuda-wgmma", "qwen3-30b-bf16", 512, "down", 100.0),
                           {"bench": "gate", "what": "select", "impl": "cuda", "shape": "dsv3", "tokens": 8192, "us": 9.5},
                           {"bench": "stages", "what": "pack", "impl": "cuda", "shape": "dsv3", "tokens": 128, "us": 10.0, "bytes": 36e6},
+                          {"bench": "layer", "shape": "dsv3", "tokens": 1, "rows": 8, "us": 110.0, "share_of_floor": 0.712},
+                          {"bench": "layer", "shape": "dsv3", "tokens": 32, "rows": 256, "error": "no"},
                           {"bench": "gate", "what": "select", "impl": "cuda", "shape": "kimi-k2", "tokens": 8192, "us": 77.0},
                           {"bench": "gate", "what": "logits", "impl": "cuda", "shape": "dsv3", "tokens": 128, "error": "no"}]},
     "peers": {"figures": [figure("deepgemm", us=12.0), figure("deepgemm", us=11.0), figure("cutlass", us=20.0),
@@ -149,6 +151,7 @@ class Table(unittest.TestCase):
         self.assertIn("| Qwen3-30B bf16 | 512 | 8 | 300 | 5 % | none |  |\n", text)
         self.assertIn("| gate: select | cuda | 8192 | 9.5 |  |\n| stages: pack | cuda | 128 | 10.0 | 80 % |\n", text)
         self.assertNotIn("77.0", text)
+        self.assertIn("| DeepSeek-V3 | 1 | 8 | 110 | 71 % |\n| DeepSeek-V3 | 32 | 256 | not run |  |\n", text)
         self.assertIn("commit 0123456789ab; 7 GPU tests passed, 1 failed, 2 skipped; "
                       "compute-sanitizer (memcheck, racecheck): 1 of 2 runs clean.", text)
 
