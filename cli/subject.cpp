@@ -33,6 +33,7 @@ Result<Subject> preset(const std::string& like, bool& usage) {
 
 DType dtype_of_format(const std::string& format) {
   if (format.rfind("e4m3", 0) == 0) return DType::kE4M3;
+  if (format == "int8 per channel") return DType::kI8;
   return format == "f32" ? DType::kF32 : DType::kBF16;
 }
 
@@ -81,11 +82,11 @@ Result<Subject> find_subject(const SubjectOptions& options, bool& usage) {
 }
 
 DType Subject::experts_for(Precision precision) const {
-  return precision == Precision::kBF16 && experts == DType::kE4M3 ? DType::kBF16 : experts;
+  return precision == Precision::kBF16 && size_bytes(experts) == 1 ? DType::kBF16 : experts;
 }
 
 DType Subject::shared_for(Precision precision) const {
-  return precision == Precision::kBF16 && shared == DType::kE4M3 ? DType::kBF16 : shared;
+  return precision == Precision::kBF16 && size_bytes(shared) == 1 ? DType::kBF16 : shared;
 }
 
 Precision Subject::default_precision() const {

@@ -289,9 +289,9 @@ Result<LayerKind> kind_of_layer(const Reader& reader, const json& root, const Fa
 }
 
 Status read_quant(const json& root, const std::string& where, QuantConfig& quant) {
-  const auto it = root.find("quantization_config");
-  if (it == root.end() || it->is_null()) return Status::ok();
-  const json& q = *it;
+  const auto found = root.find("quantization_config");
+  if (found == root.end() || found->is_null()) return Status::ok();
+  const json& q = *found;
   const auto wrong = [&](std::string_view key, std::string_view expected) {
     return bad(fmt::format("{}: quantization_config '{}' is {}, expected {}", where, key, shorten(q[std::string(key)]),
                            expected));
@@ -341,6 +341,17 @@ Status read_quant(const json& root, const std::string& where, QuantConfig& quant
       const json& weights = group["weights"];
       integers(weights);
       if (quant.block_rows == 0) SLUICE_TRY(block(weights, "block_structure"));
+      if (const auto it = weights.find("strategy"); it != weights.end() && it->is_string()) {
+        // Groups that disagree make a word that is no strategy, which is then refused by name.
+        const auto word = it->get<std::string>();
+        if (quant.strategy.empty()) {
+          quant.strategy = word;
+        } else if (quant.strategy != word) {
+          quant.strategy += " or " + word;
+        }
+      }
+      if (const auto it = weights.find("symmetric"); it != weights.end() && it->is_boolean() && !it->get<bool>())
+        quant.symmetric = false;
     }
   }
   for (const char* key : {"modules_to_not_convert", "ignore", "ignored_layers"}) {

@@ -20,6 +20,8 @@ struct QuantConfig {
   std::int64_t block_rows = 0;  // weight_block_size; 0: not given
   std::int64_t block_cols = 0;
   std::int64_t num_bits = 0, group_size = 0;     // of packed integers; 0: not given
+  std::string strategy;                          // what shares a weight scale, in compressed-tensors' words: "channel"
+  bool symmetric = true;                         // integer weights without zero points
   ScaleFormat scale_format = ScaleFormat::kF32;  // fp8's "scale_fmt": how activations are to be quantised
   std::vector<std::string> ignored;              // modules_to_not_convert, ignore, ignored_layers
 };

@@ -117,7 +117,7 @@ struct Found {
   std::string text, cannot_run;
 };
 
-// Block size of e4m3 scales, by the config alone: a shape would fit several.
+// Granularity of e4m3 scales, by the config alone: a shape would fit several.
 void judge_e4m3(const QuantConfig& quant, Found& found) {
   const bool mx = quant.block_rows == 1 && quant.block_cols == kMxColumns;
   if (quant.block_rows == kScaleBlock && quant.block_cols == kScaleBlock) {
@@ -126,6 +126,15 @@ void judge_e4m3(const QuantConfig& quant, Found& found) {
   } else if (mx || (quant.block_rows == 0 && quant.method == "mxfp8")) {
     found.format = StoredFormat::kE4M3Mx;
     found.text = "e4m3 e8m0 1x32";
+  } else if (quant.block_rows == 0 && quant.strategy == "channel") {
+    found.format = StoredFormat::kE4M3Channel;
+    found.text = "e4m3 per channel";
+  } else if (quant.block_rows == 0 && !quant.strategy.empty()) {
+    found.format = StoredFormat::kOther;
+    found.text = fmt::format("e4m3 per {}", quant.strategy);
+    found.cannot_run =
+        fmt::format("the weights are e4m3 with a scale per {}; Sluice runs a scale per 128x128 block or per channel",
+                    quant.strategy);
   } else {
     found.format = StoredFormat::kOther;
     found.text =
@@ -138,6 +147,23 @@ void judge_e4m3(const QuantConfig& quant, Found& found) {
   }
 }
 
+void judge_int8(const QuantConfig& quant, Found& found) {
+  if (quant.strategy == "channel" && quant.symmetric && quant.block_rows == 0) {
+    found.format = StoredFormat::kInt8Channel;
+    found.text = "int8 per channel";
+    return;
+  }
+  found.format = StoredFormat::kOther;
+  found.text = "int8";
+  const std::string what = quant.block_rows > 0
+                               ? fmt::format(" with a scale per {}x{}", quant.block_rows, quant.block_cols)
+                           : !quant.symmetric        ? " with zero points"
+                           : !quant.strategy.empty() ? fmt::format(" with a scale per {}", quant.strategy)
+                                                     : ", and the config does not say what shares a scale";
+  found.cannot_run = fmt::format("the weights are int8{} (quant_method {}); Sluice runs symmetric int8 per channel",
+                                 what, quant.method.empty() ? "absent" : quant.method);
+}
+
 Found look_at(const Finder& finder, const std::string& module, bool is_tensor) {
   const Catalog& catalog = finder.catalog();
   const QuantConfig& quant = finder.config().quant;
@@ -146,8 +172,8 @@ Found look_at(const Finder& finder, const std::string& module, bool is_tensor) {
     found.exists = true;
     found.dtype = weight.entry->dtype;
     found.text = to_string(found.dtype);
-    if (found.dtype == DType::kE4M3) {
-      judge_e4m3(quant, found);
+    if (found.dtype == DType::kE4M3 || found.dtype == DType::kI8) {
+      found.dtype == DType::kE4M3 ? judge_e4m3(quant, found) : judge_int8(quant, found);
       found.scale_suffix = is_tensor ? "_scale_inv" : kScaleSuffixes[0];
       for (std::string_view suffix : kScaleSuffixes) {
         if (!is_tensor && catalog.find(module + std::string(suffix))) {
@@ -187,6 +213,7 @@ Found look_at(const Finder& finder, const std::string& module, bool is_tensor) {
 
 // The shape of the scales of a [rows, cols] weight.
 std::vector<std::int64_t> scale_shape(StoredFormat format, std::int64_t rows, std::int64_t cols) {
+  if (is_per_channel(format)) return {rows, 1};
   if (format == StoredFormat::kE4M3Mx) return {rows, ceil_div(cols, kMxColumns)};
   return {ceil_div(rows, kScaleBlock), ceil_div(cols, kScaleBlock)};
 }
@@ -217,8 +244,11 @@ void take_split(Finder& finder, const Found& found, const std::vector<ModuleName
     weights.push_back(finder.need(module + ".weight", found.dtype, {rows, cols}));
     if (found.format == StoredFormat::kPlain) return;
     finder.must_not_be_ignored(module);
-    scales.push_back(finder.need(module + found.scale_suffix, scale_dtypes(found.format),
-                                 scale_shape(found.format, rows, cols), "scale not loaded"));
+    auto shape = scale_shape(found.format, rows, cols);
+    // Some tools leave out the axis of one.
+    const TensorRef scale = finder.catalog().find(module + found.scale_suffix);
+    if (is_per_channel(found.format) && scale && scale.entry->shape.size() == 1) shape = {rows};
+    scales.push_back(finder.need(module + found.scale_suffix, scale_dtypes(found.format), shape, "scale not loaded"));
   };
   for (const ModuleNames& n : names) {
     take(n.gate, ffn.intermediate, hidden, ffn.gate, ffn.gate_scale);
@@ -289,6 +319,12 @@ void take_fused(Finder& finder, const Found& found, const std::string& prefix, c
       ffn.down_scale = {finder.need(down + found.scale_suffix, dtypes, batched(H, I), "scale not loaded")};
       return;
     }
+    case StoredFormat::kE4M3Channel:
+    case StoredFormat::kInt8Channel:
+      ffn.format = StoredFormat::kOther;
+      ffn.cannot_run = fmt::format("{} is fused and {}; per-channel weights are read from one tensor per expert",
+                                   gate_up, found.text);
+      return;
     case StoredFormat::kOther: return;
   }
 }
@@ -329,9 +365,20 @@ Status take_experts(Finder& finder, const Family& family, LayerFiles& files) {
 
 std::vector<Precision> LayerFiles::precisions() const {
   if (!cannot_run.empty()) return {};
-  if (experts.format == StoredFormat::kE4M3Block)
-    return {Precision::kW8A8, Precision::kW8A16, Precision::kBF16, Precision::kF32};
-  return {Precision::kBF16, Precision::kF32};
+  // Every FFN of the layer must have a path; kBF16 dequantises what is kept otherwise.
+  const auto has_path = [](Precision precision, const StoredFfn& ffn) {
+    if (!ffn.present || precision == Precision::kBF16) return true;
+    if (is_per_channel(ffn.format)) return false;  // until the stages take scales of rows
+    return data_path(precision, is_kept(ffn.format) ? ffn.dtype : DType::kBF16).is_ok();
+  };
+  std::vector<Precision> all;
+  for (Precision p : {Precision::kW8A8, Precision::kW8A16, Precision::kBF16, Precision::kF32}) {
+    // A shared expert in bf16 runs in bf16 beside eight-bit experts.
+    const bool eight_bit = p == Precision::kW8A8 || p == Precision::kW8A16;
+    if (eight_bit && !is_kept(experts.format)) continue;
+    if (has_path(p, experts) && (eight_bit || has_path(p, shared))) all.push_back(p);
+  }
+  return all;
 }
 
 Result<LayerFiles> find_layer(const Catalog& catalog, const HfConfig& config, std::int64_t layer) {

@@ -166,16 +166,20 @@ class Loader {
 
   // ---- quantised matrices as bf16 ----
 
-  void dequantise(const TensorRef& ref, const TensorRef& scale, std::int64_t index, std::int64_t rows,
-                  std::int64_t cols, std::byte* dst) {
-    note_conversion("e4m3", DType::kBF16, "dequantised (rounded once)");
-    const std::int64_t blocks = ceil_div(rows, kScaleBlock) * ceil_div(cols, kScaleBlock);
+  void dequantise(const StoredFfn& ffn, const TensorRef& ref, const TensorRef& scale, std::int64_t index,
+                  std::int64_t rows, std::int64_t cols, std::byte* dst) {
+    const DType from = ffn.dtype;
+    note_conversion(to_string(from), DType::kBF16, "dequantised (rounded once)");
+    const bool per_channel = is_per_channel(ffn.format);
+    const std::int64_t blocks = per_channel ? rows : ceil_div(rows, kScaleBlock) * ceil_div(cols, kScaleBlock);
     add(ref, index * rows * cols, rows * cols, dst, rows * cols * 2, [=](const std::byte* src) {
       std::vector<float> scales(static_cast<std::size_t>(blocks));
       Done done =
           convert_scales(scale, scale.data() + index * blocks * size_bytes(scale.entry->dtype), blocks, scales.data());
-      if (done.status.is_ok())
-        done.num_nan += dequantise_blocks(src, scales.data(), rows, cols, reinterpret_cast<std::uint16_t*>(dst));
+      if (!done.status.is_ok()) return done;
+      auto* const out = reinterpret_cast<std::uint16_t*>(dst);
+      done.num_nan += per_channel ? dequantise_channels(from, src, scales.data(), rows, cols, out)
+                                  : dequantise_blocks(src, scales.data(), rows, cols, out);
       return done;
     });
   }
@@ -210,26 +214,32 @@ class Loader {
   Status take_ffn(const StoredFfn& ffn, std::int64_t H, FfnWeights& out) {
     const std::int64_t L = ffn.num_experts, I = ffn.intermediate;
     const std::int64_t Ib = ceil_div(I, kScaleBlock), Hb = ceil_div(H, kScaleBlock);
-    const bool keep_e4m3 = ffn.format == StoredFormat::kE4M3Block && options_.precision != Precision::kBF16;
+    const bool per_channel = is_per_channel(ffn.format);
+    const bool keep = is_kept(ffn.format) && options_.precision != Precision::kBF16;
     DType dtype = ffn.dtype == DType::kF16 ? DType::kF32 : ffn.dtype;
-    if (ffn.format != StoredFormat::kPlain) dtype = keep_e4m3 ? DType::kE4M3 : DType::kBF16;
+    if (ffn.format != StoredFormat::kPlain && !keep) dtype = DType::kBF16;
     if (ffn.dtype == DType::kF16) note_conversion("f16", DType::kF32);
 
-    // Stored as wanted? f16 never is; e4m3 when it stays so.
+    // Stored as wanted? f16 never is; e4m3 and int8 when they stay so.
     const bool as_stored = ffn.dtype == dtype && !ffn.transposed;
     const bool w13_view = as_stored && ffn.fused && ffn.order == GateUp::kGateFirst &&
                           take_view(ffn.gate[0], dtype, {L, 2 * I, H}, out.w13);
     const bool w2_view = as_stored && ffn.down.size() == 1 && take_view(ffn.down[0], dtype, {L, H, I}, out.w2);
     if (!w13_view) SLUICE_TRY(allocate(dtype, {L, 2 * I, H}, out.w13));
     if (!w2_view) SLUICE_TRY(allocate(dtype, {L, H, I}, out.w2));
-    if (keep_e4m3) {
+    if (keep && per_channel) {
+      SLUICE_TRY(allocate(DType::kF32, {L, 2 * I, 1}, out.w13_scale));
+      SLUICE_TRY(allocate(DType::kF32, {L, H, 1}, out.w2_scale));
+    } else if (keep) {
       SLUICE_TRY(allocate(DType::kF32, {L, 2 * Ib, Hb}, out.w13_scale));
       SLUICE_TRY(allocate(DType::kF32, {L, Hb, Ib}, out.w2_scale));
     }
     for (std::int64_t e = 0; e < L; ++e) {
       if (!w13_view) ffn.fused ? fused_w13(ffn, e, H, out) : split_w13(ffn, e, H, out);
       if (!w2_view) take_w2(ffn, e, H, out);
-      if (keep_e4m3) expert_scales(ffn, e, Ib, Hb, out);
+      // Rows and columns of scales: of gate or up, then of down.
+      if (keep && per_channel) expert_scales(ffn, e, {I, 1, H, 1}, out);
+      if (keep && !per_channel) expert_scales(ffn, e, {Ib, Hb, Hb, Ib}, out);
     }
     return take_biases(ffn, H, out);
   }
@@ -244,8 +254,8 @@ class Loader {
       const TensorRef& ref = (*weights)[i];
       if (ffn.format == StoredFormat::kE4M3Mx) {
         dequantise_rows(ffn, ref, (*scales)[i], 0, I, H, dst, GateUp::kGateFirst, 0);
-      } else if (ffn.format == StoredFormat::kE4M3Block && out.w13.dtype == DType::kBF16) {
-        dequantise(ref, (*scales)[i], 0, I, H, dst);
+      } else if (is_kept(ffn.format) && out.w13.dtype == DType::kBF16) {
+        dequantise(ffn, ref, (*scales)[i], 0, I, H, dst);
       } else {
         copy(ref, 0, I * H, dst);
       }
@@ -264,7 +274,7 @@ class Loader {
     } else if (ffn.format == StoredFormat::kE4M3Block && out.w13.dtype == DType::kBF16) {
       // Whole halves: I is a multiple of the block here.
       for (std::int64_t half = 0; half < 2; ++half) {
-        dequantise(ref, ffn.gate_scale[0], 2 * e + half, I, H, dst + w13_row(order, half * I, I) * H * dst_size);
+        dequantise(ffn, ref, ffn.gate_scale[0], 2 * e + half, I, H, dst + w13_row(order, half * I, I) * H * dst_size);
       }
     } else if (ffn.transposed) {
       add(ref, e * count * src_size, count * src_size, dst, count * dst_size, [=](const std::byte* src) {
@@ -297,8 +307,8 @@ class Loader {
     const DType from = ffn.dtype;
     if (ffn.format == StoredFormat::kMxfp4 || ffn.format == StoredFormat::kE4M3Mx) {
       dequantise_rows(ffn, ref, ffn.down_scale[i], index, H, I, dst, GateUp::kGateFirst, 0);
-    } else if (ffn.format == StoredFormat::kE4M3Block && out.w2.dtype == DType::kBF16) {
-      dequantise(ref, ffn.down_scale[i], index, H, I, dst);
+    } else if (is_kept(ffn.format) && out.w2.dtype == DType::kBF16) {
+      dequantise(ffn, ref, ffn.down_scale[i], index, H, I, dst);
     } else if (ffn.transposed) {
       add(ref, e * count * size_bytes(from), count * size_bytes(from), dst, count * size_bytes(out.w2.dtype),
           [=](const std::byte* src) {
@@ -309,19 +319,24 @@ class Loader {
     }
   }
 
-  void expert_scales(const StoredFfn& ffn, std::int64_t e, std::int64_t Ib, std::int64_t Hb, const FfnWeights& out) {
-    float* w13 = out.w13_scale.as<float>() + e * 2 * Ib * Hb;
-    float* w2 = out.w2_scale.as<float>() + e * Hb * Ib;
+  struct ScaleExtents {
+    std::int64_t w13_rows, w13_cols, w2_rows, w2_cols;  // of one expert; w13_rows of its gate or its up
+  };
+  void expert_scales(const StoredFfn& ffn, std::int64_t e, const ScaleExtents& n, const FfnWeights& out) {
+    const std::int64_t half_count = n.w13_rows * n.w13_cols, w2_count = n.w2_rows * n.w2_cols;
+    float* w13 = out.w13_scale.as<float>() + e * 2 * half_count;
+    float* w2 = out.w2_scale.as<float>() + e * w2_count;
     const auto i = static_cast<std::size_t>(ffn.fused ? 0 : e);
     if (ffn.fused) {
       for (std::int64_t half = 0; half < 2; ++half) {
-        take_scales(ffn.gate_scale[0], (2 * e + half) * Ib * Hb, Ib * Hb, w13 + w13_row(ffn.order, half * Ib, Ib) * Hb);
+        take_scales(ffn.gate_scale[0], (2 * e + half) * half_count, half_count,
+                    w13 + w13_row(ffn.order, half * n.w13_rows, n.w13_rows) * n.w13_cols);
       }
     } else {
-      take_scales(ffn.gate_scale[i], 0, Ib * Hb, w13);
-      take_scales(ffn.up_scale[i], 0, Ib * Hb, w13 + Ib * Hb);
+      take_scales(ffn.gate_scale[i], 0, half_count, w13);
+      take_scales(ffn.up_scale[i], 0, half_count, w13 + half_count);
     }
-    take_scales(ffn.down_scale[i], (ffn.fused ? e : 0) * Hb * Ib, Hb * Ib, w2);
+    take_scales(ffn.down_scale[i], (ffn.fused ? e : 0) * w2_count, w2_count, w2);
   }
 
   Status take_biases(const StoredFfn& ffn, std::int64_t H, FfnWeights& out) {

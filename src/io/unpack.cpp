@@ -213,6 +213,19 @@ std::int64_t dequantise_blocks(const std::byte* src, const float* scale, std::in
   return count_nan(DType::kE4M3, src, rows * cols);
 }
 
+std::int64_t dequantise_channels(DType dtype, const std::byte* src, const float* scale, std::int64_t rows,
+                                 std::int64_t cols, std::uint16_t* dst) {
+  const std::array<float, 256>& e4m3 = e4m3_table();
+  for (std::int64_t r = 0; r < rows; ++r) {
+    for (std::int64_t i = r * cols; i < (r + 1) * cols; ++i) {
+      const auto byte = std::to_integer<std::uint8_t>(src[i]);
+      const float value = dtype == DType::kI8 ? static_cast<float>(static_cast<std::int8_t>(byte)) : e4m3[byte];
+      dst[i] = to_bf16(value * scale[r]);
+    }
+  }
+  return count_nan(dtype, src, rows * cols);
+}
+
 Dequantised dequantise_mx_row(const std::byte* src, const std::byte* scale, std::int64_t cols, std::uint16_t* dst) {
   Dequantised result;
   const std::array<float, 256>& value = e4m3_table();

@@ -20,7 +20,7 @@ float e8m0_value(std::uint8_t byte);  // 2^(byte-127); 255 is NaN
 std::uint16_t to_bf16(float value);   // nearest even, NaN stays NaN
 std::uint8_t to_e4m3(float value);    // nearest even, saturating, NaN is 0x7F with the sign
 
-// `count` elements of dtype f32, bf16, f16 or e4m3, as they are.
+// `count` elements of dtype f32, bf16, f16, e4m3 or int8, as they are.
 std::int64_t copy_elements(DType dtype, const std::byte* src, std::int64_t count, void* dst);
 std::int64_t count_nan(DType dtype, const std::byte* src, std::int64_t count);
 // f32, bf16, f16 or e8m0 (also as u8) -> f32, exact.
@@ -39,6 +39,10 @@ std::int64_t transpose(const Transpose& shape, const std::byte* src, void* dst);
 // e4m3 [rows, cols] times scale [ceil(rows/128), ceil(cols/128)] -> bf16, rounded once.
 std::int64_t dequantise_blocks(const std::byte* src, const float* scale, std::int64_t rows, std::int64_t cols,
                                std::uint16_t* dst);
+
+// e4m3 or int8 [rows, cols] times scale [rows] -> bf16: the f32 product, rounded, as for blocks.
+std::int64_t dequantise_channels(DType dtype, const std::byte* src, const float* scale, std::int64_t rows,
+                                 std::int64_t cols, std::uint16_t* dst);
 
 // One row of `cols` e4m3 with an e8m0 scale per 32 columns -> bf16. Exact; a value that bf16 cannot hold exactly is
 // reported by `exact` = false and must be refused.
