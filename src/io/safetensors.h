@@ -58,8 +58,35 @@ struct TensorToWrite {
   const void* data = nullptr;
 };
 
-// Writes a temporary file beside `path` and renames it when complete: a failure leaves no partial file. Tensors of
-// wider elements come first and the data starts at a multiple of 64 bytes, so every tensor is aligned for its dtype.
+struct TensorSlot {
+  std::string name;
+  DType dtype = DType::kF32;
+  std::vector<std::int64_t> shape;
+};
+
+// A file whose tensors are known before their bytes, which may then come in any order. It is written beside `path`
+// under a temporary name and renamed by commit: a failure leaves no partial file. Tensors of wider elements come first
+// and the data starts at a multiple of 64 bytes, so every tensor is aligned for its dtype.
+class SafetensorsOutput {
+ public:
+  static Result<SafetensorsOutput> create(const std::filesystem::path& path, std::vector<TensorSlot> tensors,
+                                          const std::map<std::string, std::string>& metadata = {});
+  SafetensorsOutput(SafetensorsOutput&&) noexcept;
+  SafetensorsOutput& operator=(SafetensorsOutput&&) noexcept;
+  ~SafetensorsOutput();
+
+  // Bytes of tensor number `tensor`, each exactly once; by one thread at a time.
+  Status write(std::size_t tensor, std::int64_t at_bytes, std::span<const std::byte> bytes);
+  // Every byte must have been written. `to_disk`: not before they are on the disk.
+  Status commit(bool to_disk);
+
+ private:
+  struct State;
+  explicit SafetensorsOutput(std::unique_ptr<State> state);
+  std::unique_ptr<State> state_;
+};
+
+// The same in one call, tensor by tensor.
 Status write_safetensors(const std::filesystem::path& path, const std::vector<TensorToWrite>& tensors,
                          const std::map<std::string, std::string>& metadata = {});
 
