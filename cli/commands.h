@@ -19,6 +19,7 @@ void add_run(CLI::App& app, Command& command);
 void add_check(CLI::App& app, Command& command);
 void add_explain(CLI::App& app, Command& command);
 void add_synth(CLI::App& app, Command& command);
+void add_convert(CLI::App& app, Command& command);
 void add_bench(CLI::App& app, Command& command);
 
 }  // namespace sluice::cli

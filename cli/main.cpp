@@ -77,6 +77,7 @@ int run(int argc, char** argv) {
   add_check(app, command);
   add_explain(app, command);
   add_synth(app, command);
+  add_convert(app, command);
   add_bench(app, command);
   if (const std::string wrong = unknown_command(app, argc, argv); !wrong.empty()) {
     std::vector<std::string> names;

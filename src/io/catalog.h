@@ -29,7 +29,9 @@ class Catalog {
 
   TensorRef find(std::string_view name) const;
   std::span<const TensorRef> with_prefix(std::string_view prefix) const;  // sorted by name
+  std::span<const TensorRef> tensors() const { return tensors_; }         // sorted by name
   std::size_t num_tensors() const { return tensors_.size(); }
+  std::span<const std::shared_ptr<const SafetensorsFile>> files() const { return files_; }  // those that are read
 
  private:
   Status add_all(std::shared_ptr<const SafetensorsFile> file);

@@ -1,0 +1,187 @@
+// `sluice convert`: a checkpoint with its experts quantised, checked against its source.
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <charconv>
+#include <optional>
+
+#include "commands.h"
+#include "interrupt.h"
+#include "io/convert.h"
+#include "options.h"
+#include "progress.h"
+
+namespace sluice::cli {
+
+namespace {
+
+constexpr const char* kAbout =
+    "Quantise the experts of a bf16, f16 or f32 checkpoint, and check the result\n\n"
+    "Reads a checkpoint and writes another, which sluice and other software that knows the format can load: the\n"
+    "projections of routed and shared experts are quantised, every other tensor and file is copied bit for bit, and\n"
+    "config.json gets the quantization_config. Experts that are fused into one tensor become one tensor per expert.";
+
+constexpr const char* kFooter =
+    "Formats:\n"
+    "  fp8-block     e4m3, a scale per 128x128: weight + weight_scale_inv, quant_method fp8 (as DeepSeek-V3 is "
+    "published)\n"
+    "  fp8-channel   e4m3, a scale per output row: weight + weight_scale, quant_method compressed-tensors\n"
+    "  int8-channel  int8, a scale per output row: weight + weight_scale, quant_method compressed-tensors\n"
+    "Scales are max(amax, 1e-10) / 448 or / 127 (docs/numerics.md); activations are named as dynamic ones.\n"
+    "\n"
+    "The result is read back before it gets its name: every scale must be its group's amax / top, every element "
+    "within\n"
+    "half a step of the format, every copy equal. The errors printed are |q * scale - w| / |w| per matrix, and the "
+    "largest\n"
+    "share of its bound that an element uses. A violation is exit code 1.\n"
+    "\n"
+    "The source is only read. The output is written beside its name and renamed at the end: on failure, on a full disk "
+    "and\n"
+    "on Ctrl-C nothing stays behind (a killed process leaves a folder .sluice-*.tmp). An output that exists is "
+    "refused;\n"
+    "--force replaces a checkpoint, when the new one is complete. Weights that are NaN or infinite are refused by "
+    "name.\n"
+    "Memory: about 100 MB, whatever the size of the checkpoint, beside file pages that the system takes back at will.\n"
+    "\n"
+    "Examples:\n"
+    "  sluice synth --like qwen3-30b --layers 1 --experts 16 --out small\n"
+    "  sluice convert --model small --out small-fp8 --to fp8-block\n"
+    "  sluice convert --model small --out small-int8 --to int8-channel --layers 0-3,7\n";
+
+struct ConvertOptions {
+  std::string model, out, to;
+  std::optional<std::string> layers;  // given and empty is a mistake, not all of them
+  std::uint64_t shards_bytes = std::uint64_t{5} << 30;
+  bool force = false;
+  MachineOptions machine;
+};
+
+// "3-5,7"
+Result<std::vector<std::int64_t>> parse_layers(const std::string& text) {
+  constexpr std::int64_t kMax = 100000;
+  std::vector<std::int64_t> layers;
+  const auto fail = [&](const std::string& part) {
+    return Status(StatusCode::kInvalidArgument,
+                  fmt::format("--layers {}: '{}' is no layer number and no range A-B of them", text, part));
+  };
+  const auto number = [](std::string_view digits, std::int64_t& value) {
+    const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), value);
+    return error == std::errc() && end == digits.data() + digits.size() && value >= 0 && value < kMax;
+  };
+  for (std::size_t begin = 0; begin <= text.size();) {
+    const std::size_t comma = std::min(text.find(',', begin), text.size());
+    const std::string part = text.substr(begin, comma - begin);
+    const std::size_t dash = part.find('-');
+    std::int64_t low = 0, high = 0;
+    if (!number(std::string_view(part).substr(0, dash), low)) return fail(part);
+    high = low;
+    if (dash != std::string::npos && !number(std::string_view(part).substr(dash + 1), high)) return fail(part);
+    if (high < low) return fail(part);
+    for (std::int64_t layer = low; layer <= high; ++layer) layers.push_back(layer);
+    begin = comma + 1;
+  }
+  return layers;
+}
+
+Json to_json(const ConvertOptions& options, const io::ConvertReport& r) {
+  return {{"model", options.model},
+          {"out", options.out},
+          {"to", options.to},
+          {"family", r.family},
+          {"layers", r.layers},
+          {"quantised", r.num_quantised},
+          {"copied", r.num_copied},
+          {"shards", r.num_shards},
+          {"source_bytes", r.source_bytes},
+          {"written_bytes", r.written_bytes},
+          {"copied_files", r.copied_files},
+          {"left_out_files", r.left_out_files},
+          {"error",
+           {{"worst", r.worst_error},
+            {"worst_tensor", r.worst_tensor},
+            {"mean", r.mean_error},
+            {"worst_share_of_bound", r.worst_share},
+            {"worst_share_at", r.worst_share_at}}},
+          {"num_violations", r.num_violations},
+          {"violations", r.violations}};
+}
+
+void print_text(const ConvertOptions& options, const io::ConvertReport& r) {
+  fmt::print("{}: {}, {} {} to {}, {} in {} {} (source: {})\n", options.out, r.family,
+             r.layers.size() == 1 ? "layer" : "layers", format_ranges(r.layers), options.to,
+             format_bytes(r.written_bytes), r.num_shards, r.num_shards == 1 ? "file" : "files",
+             format_bytes(r.source_bytes));
+  fmt::print("{} matrices quantised; {} tensors and {} other files copied and equal\n", format_count(r.num_quantised),
+             format_count(r.num_copied), r.copied_files.size());
+  if (!r.left_out_files.empty()) fmt::print("left out: {}\n", fmt::join(r.left_out_files, ", "));
+  fmt::print("relative L2 error: worst {:.3e} ({}), mean {:.3e}\n", r.worst_error, r.worst_tensor, r.mean_error);
+  fmt::print("largest share of its bound: {:.4f} ({})\n", r.worst_share, r.worst_share_at);
+}
+
+Outcome convert(const ConvertOptions& options, bool json) {
+  io::ConvertRequest request;
+  request.model = options.model;
+  request.out = options.out;
+  request.replace = options.force;
+  request.num_threads = options.machine.threads;
+  request.max_shard_bytes = static_cast<std::int64_t>(std::min<std::uint64_t>(options.shards_bytes, INT64_MAX));
+  const Result<WeightFormat> format = parse_weight_format(options.to);
+  if (!format) return Outcome::usage("--to: " + format.status().message());
+  request.format = *format;
+  if (options.layers) {
+    Result<std::vector<std::int64_t>> layers = parse_layers(*options.layers);
+    if (!layers) return Outcome::usage(layers.status().message());
+    request.layers = std::move(*layers);
+  }
+  Result<io::ConvertReport> report = [&] {
+    Progress progress("writing", Progress::Unit::kBytes);
+    request.progress = [&](std::string_view phase, std::int64_t done, std::int64_t total) {
+      progress.label(std::string(phase));
+      progress.update(done, total);
+    };
+    catch_interrupts();
+    request.stop = is_interrupted;
+    return io::convert(request);
+  }();
+  if (!report) {
+    const Status& s = report.status();
+    if (is_interrupted()) return interrupted(Status(s.code(), "interrupted; nothing was left behind"));
+    return s.code() == StatusCode::kInvalidArgument ? Outcome::usage(s.message()) : Outcome(s);
+  }
+  if (json) {
+    print_json(to_json(options, *report));
+  } else if (report->num_violations == 0) {
+    print_text(options, *report);
+  }
+  if (report->num_violations == 0) return kExitOk;
+  for (const std::string& text : report->violations) warn(text);
+  Outcome outcome(Status(
+      StatusCode::kBadData,
+      fmt::format("convert: {} violations in what was written; {} was not made", report->num_violations, options.out)));
+  outcome.exit_code = kExitCheckFailed;
+  cli::report(outcome, false);
+  return kExitCheckFailed;
+}
+
+}  // namespace
+
+void add_convert(CLI::App& app, Command& command) {
+  CLI::App* sub = app.add_subcommand("convert", kAbout);
+  sub->footer(kFooter);
+  auto o = std::make_shared<ConvertOptions>();
+  sub->add_option("--model", o->model, "Checkpoint folder to read")->required()->type_name("DIR");
+  sub->add_option("--out", o->out, "Folder to write; new, or empty")->required()->type_name("DIR");
+  sub->add_option("--to", o->to, "fp8-block, fp8-channel or int8-channel")->required()->type_name("FORMAT");
+  sub->add_option("--layers", o->layers, "Layers to convert, as in 3-5,7; default: all with experts")
+      ->type_name("LIST");
+  sub->add_option("--shards-bytes", o->shards_bytes, "Largest file, as a count or with kB, MB, GB [5368709120]")
+      ->transform(CLI::AsSizeValue(true))
+      ->check(CLI::Range(std::uint64_t{1}, std::uint64_t{INT64_MAX}))
+      ->type_name("BYTES");
+  sub->add_flag("--force", o->force, "Replace a checkpoint at --out");
+  add_threads(*sub, o->machine);
+  add_json(*sub, command);
+  sub->callback([&command, o] { command.run = [&command, o] { return convert(*o, command.json); }; });
+}
+
+}  // namespace sluice::cli
