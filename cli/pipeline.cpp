@@ -118,9 +118,9 @@ Status Pipeline::add_ffn(const std::string& prefix, const FfnWeights& weights, c
   swiglu.scale_format = config_.activation_scale;
   swiglu.a = buffers_->make(prefix + "a", path.a, {num_rows, intermediate});  // [R,I]
   std::vector<Output> outputs = {{"a", swiglu.a}};
-  if (path.a == DType::kE4M3) {
+  if (is_quantised(path.a)) {
     swiglu.a_scale =
-        buffers_->make(prefix + "a_scale", DType::kF32, {ceil_div(intermediate, kScaleBlock), num_rows});  // [Ib,R]
+        buffers_->make(prefix + "a_scale", DType::kF32, {path.scale_blocks(intermediate), num_rows});  // [Ib or 1,R]
     outputs.push_back({"a_scale", swiglu.a_scale});
   }
   SLUICE_TRY(add(prefix + "swiglu", "swiglu_quant", swiglu, std::move(outputs)));
@@ -146,7 +146,7 @@ Result<Pipeline> Pipeline::create(const MoeConfig& config, const LayerWeights& w
   p.x_ = x;
   Buffers& memory = *p.buffers_;
   const std::int64_t T = x.shape[0], H = config.hidden, E = config.num_experts, S = config.top_k;
-  const std::int64_t L = num_local(config), R = T * S, Hb = ceil_div(H, kScaleBlock);
+  const std::int64_t L = num_local(config), R = T * S;
 
   p.topk_idx_ = memory.make("topk_idx", DType::kI32, {T, S});
   p.topk_weight_ = memory.make("topk_weight", DType::kF32, {T, S});
@@ -185,7 +185,7 @@ Result<Pipeline> Pipeline::create(const MoeConfig& config, const LayerWeights& w
                     {"slot_row", p.plan_.slot_row},
                     {"num_rows", p.plan_.num_rows}}));
 
-  Result<DataPath> path = data_path(options.precision, weights.experts.w13.dtype);
+  Result<DataPath> path = data_path(options.precision, weights.experts);
   if (!path) return path.status();
   pack::Args pack;
   pack.x = x;
@@ -198,8 +198,8 @@ Result<Pipeline> Pipeline::create(const MoeConfig& config, const LayerWeights& w
   }
   pack.rows = memory.make("rows", path->rows, {R, H});
   std::vector<Output> outputs = {{"rows", pack.rows}};
-  if (path->rows == DType::kE4M3) {
-    pack.rows_scale = memory.make("rows_scale", DType::kF32, {Hb, R});
+  if (is_quantised(path->rows)) {
+    pack.rows_scale = memory.make("rows_scale", DType::kF32, {path->scale_blocks(H), R});
     outputs.push_back({"rows_scale", pack.rows_scale});
   }
   SLUICE_TRY(p.add("pack", "pack", pack, std::move(outputs)));
@@ -210,7 +210,7 @@ Result<Pipeline> Pipeline::create(const MoeConfig& config, const LayerWeights& w
   const std::int64_t Is = options.routed_only ? 0 : config.shared_intermediate;
   if (Is > 0) {
     // A shared expert may be stored in another dtype than the routed ones; it then runs in the path of its own.
-    Result<DataPath> shared_path = data_path(options.precision, weights.shared.w13.dtype);
+    Result<DataPath> shared_path = data_path(options.precision, weights.shared);
     if (!shared_path) shared_path = data_path(Precision::kBF16, weights.shared.w13.dtype);
     if (!shared_path) return shared_path.status();
     pack::Args all;
@@ -218,8 +218,8 @@ Result<Pipeline> Pipeline::create(const MoeConfig& config, const LayerWeights& w
     all.scale_format = config.activation_scale;
     all.rows = memory.make("shared rows", shared_path->rows, {T, H});
     std::vector<Output> packed = {{"rows", all.rows}};
-    if (shared_path->rows == DType::kE4M3) {
-      all.rows_scale = memory.make("shared rows_scale", DType::kF32, {Hb, T});
+    if (is_quantised(shared_path->rows)) {
+      all.rows_scale = memory.make("shared rows_scale", DType::kF32, {shared_path->scale_blocks(H), T});
       packed.push_back({"rows_scale", all.rows_scale});
     }
     SLUICE_TRY(p.add("shared pack", "pack", all, std::move(packed)));

@@ -72,11 +72,12 @@ struct Combine {
     return a;
   }
   void run_every_way() const {
-    test::expect_same_every_way(impls(), args(), {&y, &slot_row, &topk_weight, &shared, &shared_gate}, {&out});
+    test::expect_same_every_way(test::on_cpu(impls()), args(), {&y, &slot_row, &topk_weight, &shared, &shared_gate},
+                                {&out});
   }
   void run_once(int num_threads = 1) const {
     ASSERT_TRUE(check(args())) << check(args()).message();
-    ASSERT_TRUE(test::run_with_scratch(impls().front(), args(), num_threads));
+    ASSERT_TRUE(test::run_with_scratch(test::on_cpu(impls()).front(), args(), num_threads));
   }
 
   Problem problem;
@@ -205,7 +206,7 @@ TEST(Combine, NoTokensNoRowsNoSlots) {
   Combine none({.num_slots = 2, .slot_row = {}, .num_rows = 0});
   Args args = none.args();
   args.y.data = args.slot_row.data = args.topk_weight.data = args.out.data = nullptr;
-  for (const Impl<Args>& impl : impls()) {
+  for (const Impl<Args>& impl : test::on_cpu(impls())) {
     ASSERT_TRUE(check(args));
     EXPECT_TRUE(test::run_with_scratch(impl, args, 2));
   }
@@ -222,7 +223,7 @@ TEST(Combine, BatchInvariance) {
       *view = view->slice(t, 1);
     args.out = out.view();
     ASSERT_TRUE(check(args));
-    ASSERT_TRUE(test::run_with_scratch(impls().front(), args, 1));
+    ASSERT_TRUE(test::run_with_scratch(test::on_cpu(impls()).front(), args, 1));
     EXPECT_EQ(std::memcmp(out.view().data, all.out.view().row(t), 400), 0) << "token " << t;
   }
 }
@@ -248,7 +249,7 @@ TEST(Combine, RefusesRowsThatLeadOutside) {
   for (std::int32_t bad : {9, -2, std::numeric_limits<std::int32_t>::max(), std::numeric_limits<std::int32_t>::min()}) {
     Combine c({.num_slots = 3, .slot_row = kSlotRow, .num_rows = 9});
     c.slot_row.set(13, bad);
-    for (const Impl<Args>& impl : impls()) {
+    for (const Impl<Args>& impl : test::on_cpu(impls())) {
       const Status status = test::run_with_scratch(impl, c.args(), 2);
       EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
       EXPECT_EQ(status.message(),
@@ -280,7 +281,7 @@ TEST(Combine, Case74_EachTensorOffByOneElementAlone) {
     if (which == 1) args.shared = moved.shared.view();
     args.out = out.view();
     const auto want = plain.out.bytes();
-    test::expect_same_every_way(impls(), args, {&plain.y, &plain.shared}, {&out});
+    test::expect_same_every_way(test::on_cpu(impls()), args, {&plain.y, &plain.shared}, {&out});
     EXPECT_TRUE(out.unchanged_since(want));
   }
 }
@@ -411,7 +412,7 @@ TEST(Combine, Case106_RowOffsetsBeyond32Bits) {
   Combine c({.hidden = kHidden, .num_slots = kSlots, .slot_row = high, .num_rows = 0});
   Args args = c.args();
   args.y = y;
-  for (const Impl<Args>& impl : impls()) {
+  for (const Impl<Args>& impl : test::on_cpu(impls())) {
     c.out.poison();
     ASSERT_TRUE(check(args)) << check(args).message();
     ASSERT_TRUE(test::run_with_scratch(impl, args, 2));

@@ -111,6 +111,46 @@ TEST(AxisBinder, Case140_StridesAreJudged) {
       << "the stride of a single element does not matter";
 }
 
+// A scale of the whole tensor is one value seen along an axis with a stride of 0; only where a spec allows it.
+TEST(AxisBinder, RepeatedScales) {
+  const auto bind = [](const TensorSpec& spec, std::array<std::int64_t, kMaxRank> stride) {
+    TensorView view = plan(DType::kF32, {4, 8, 1});
+    view.stride = stride;
+    return AxisBinder("s").bind(spec, view, Phase::kPlan);
+  };
+  constexpr TensorSpec kPlain{"s", DType::kF32, {Axis::kL, Axis::kN, Axis::kOne}};
+  for (const auto& stride : {std::array<std::int64_t, 3>{0, 0, 0}, {1, 0, 0}, {0, 1, 0}, {8, 1, 1}, {1, 4, 1}}) {
+    EXPECT_TRUE(bind(kPlain.repeated(), stride).is_ok()) << stride[0] << ' ' << stride[1];
+  }
+  EXPECT_TRUE(says(bind(kPlain.repeated(), {8, -1, 1}), "axis 1 has stride -1 elements, expected at least 0"));
+  EXPECT_TRUE(says(bind(kPlain.repeated(), {3, 1, 1}), "so that elements overlap"));
+  EXPECT_FALSE(bind(kPlain.strided(), {0, 1, 1}).is_ok());
+  EXPECT_FALSE(bind(kPlain, {8, 0, 1}).is_ok());
+}
+
+TEST(AxisBinder, TwoShapesAreToldApartByTheirExtents) {
+  constexpr TensorSpec kRowScale = TensorSpec{"a_scale", DType::kF32, {Axis::kOne, Axis::kR}}.opt().repeated();
+  const auto bind = [&](std::int64_t width, TensorView view) {
+    AxisBinder binder("swiglu_quant");
+    EXPECT_TRUE(binder.bind(kA, plan(DType::kE4M3, {7, width}), Phase::kPlan).is_ok());
+    return binder.bind_either(kScale, kRowScale, view, Phase::kPlan);
+  };
+  EXPECT_TRUE(bind(192, plan(DType::kF32, {2, 7})).is_ok());
+  EXPECT_TRUE(bind(192, plan(DType::kF32, {1, 7})).is_ok());
+  EXPECT_TRUE(bind(192, {}).is_ok()) << "optional";
+  TensorView one = plan(DType::kF32, {1, 7});
+  one.stride[1] = 0;
+  EXPECT_TRUE(bind(192, one).is_ok());
+  EXPECT_TRUE(bind(100, one).is_ok()) << "where both shapes fit, what either allows";
+  TensorView blocks = plan(DType::kF32, {2, 7});
+  blocks.stride[1] = 0;
+  EXPECT_TRUE(says(bind(192, blocks), "axis 1 has stride 0"));
+  const Status neither = bind(192, plan(DType::kF32, {3, 7}));
+  EXPECT_TRUE(says(neither, "a_scale[Ib,R] f32 axis 0 (Ib) is 3, expected 2")) << neither.message();
+  EXPECT_TRUE(says(neither, "nor is it a_scale[1,R] f32")) << neither.message();
+  EXPECT_TRUE(says(bind(192, plan(DType::kBF16, {1, 7})), "must be f32"));
+}
+
 TEST(AxisBinder, PointersAreJudgedAtRunTimeOnly) {
   alignas(16) std::byte memory[64] = {};
   TensorView view = TensorView::dense(memory, DType::kBF16, {2, 3});
@@ -179,12 +219,34 @@ TEST(Config, DataPathsFollowTheWeights) {
   EXPECT_EQ(path->h, DType::kBF16);
   EXPECT_EQ(path->a, DType::kE4M3);
   EXPECT_EQ(path->y, DType::kBF16);
-  for (DType d : {DType::kE4M3, DType::kBF16, DType::kF32}) EXPECT_TRUE(data_path(Precision::kF32, d).is_ok());
+  EXPECT_FALSE(path->row_scales);
+  EXPECT_EQ(path->scale_blocks(300), 3);
+  const auto rows = data_path(Precision::kW8A8, DType::kE4M3, true);
+  ASSERT_TRUE(rows.is_ok());
+  EXPECT_TRUE(rows->row_scales);
+  EXPECT_EQ(rows->a, DType::kE4M3);
+  EXPECT_EQ(rows->scale_blocks(300), 1);
+  const auto int8 = data_path(Precision::kW8A8, DType::kI8);
+  ASSERT_TRUE(int8.is_ok());
+  EXPECT_TRUE(int8->row_scales) << "i8 has no blocks";
+  EXPECT_EQ(int8->rows, DType::kI8);
+  EXPECT_EQ(int8->h, DType::kBF16);
+  EXPECT_EQ(int8->a, DType::kI8);
+  EXPECT_EQ(int8->y, DType::kBF16);
+  for (DType d : {DType::kE4M3, DType::kI8}) {
+    const auto wide = data_path(Precision::kW8A16, d, true);
+    ASSERT_TRUE(wide.is_ok());
+    EXPECT_EQ(wide->rows, DType::kBF16);
+    EXPECT_FALSE(wide->row_scales) << "nothing is quantised";
+    EXPECT_TRUE(says(data_path(Precision::kBF16, d, true).status(), "dequantise"));
+  }
+  for (DType d : {DType::kE4M3, DType::kI8, DType::kBF16, DType::kF32})
+    EXPECT_TRUE(data_path(Precision::kF32, d).is_ok());
   EXPECT_TRUE(data_path(Precision::kBF16, DType::kBF16).is_ok());
   EXPECT_TRUE(says(data_path(Precision::kBF16, DType::kE4M3).status(), "dequantise"));
   EXPECT_TRUE(says(data_path(Precision::kW8A8, DType::kBF16).status(), "w8a8"));
   EXPECT_TRUE(says(data_path(Precision::kW8A16, DType::kF32).status(), "w8a16"));
-  EXPECT_TRUE(says(data_path(Precision::kF32, DType::kI8).status(), "i8"));
+  EXPECT_TRUE(says(data_path(Precision::kF32, DType::kI16).status(), "i16"));
 }
 
 TEST(Config, DescriptionsSayWhatTheGateDoes) {

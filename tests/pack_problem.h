@@ -35,6 +35,7 @@ struct Problem {
   std::int64_t gap = 0;     // elements between rows
   std::int64_t offset = 0;  // elements off a 128-byte boundary
   ScaleFormat scale_format = ScaleFormat::kF32;
+  bool row_scale = false;  // one scale a row; i8 always
 };
 
 inline std::vector<std::int64_t> ordered(bool swap, std::int64_t a, std::int64_t b) {
@@ -46,7 +47,7 @@ struct Pack {
       : problem(std::move(p)),
         num_used(problem.no_plan ? problem.num_tokens : std::ssize(problem.row_token)),
         num_capacity(std::max(problem.capacity, num_used)),
-        num_blocks(ceil_div(problem.hidden, 128)),
+        num_blocks(problem.row_scale || problem.rows == DType::kI8 ? 1 : ceil_div(problem.hidden, 128)),
         x(problem.x, {problem.num_tokens, problem.hidden},
           {.row_pitch_elems = problem.hidden + problem.gap, .offset_elems = problem.offset}),
         x_scale(DType::kF32, ordered(problem.swap_x_scale, num_blocks, problem.num_tokens)),
@@ -70,7 +71,7 @@ struct Pack {
   Args args() const {
     Args a;
     a.x = x.view();
-    if (problem.x == DType::kE4M3) a.x_scale = problem.swap_x_scale ? x_scale.transposed() : x_scale.view();
+    if (is_quantised(problem.x)) a.x_scale = problem.swap_x_scale ? x_scale.transposed() : x_scale.view();
     if (!problem.no_plan) a.row_token = row_token.view();
     a.num_rows = num_rows.view();
     if (problem.weighted) {
@@ -78,7 +79,7 @@ struct Pack {
       a.weight = weight.view();
     }
     a.rows = rows.view();
-    if (problem.rows == DType::kE4M3) a.rows_scale = rows_scale_view();
+    if (is_quantised(problem.rows)) a.rows_scale = rows_scale_view();
     a.scale_format = problem.scale_format;
     return a;
   }
@@ -96,12 +97,12 @@ struct Pack {
   }
 
   void run_every_way() const {
-    test::expect_same_every_way(impls(), args(), {&x, &x_scale, &row_token, &row_slot, &num_rows, &weight},
-                                {&rows, &rows_scale});
+    test::expect_same_every_way(test::on_cpu(impls()), args(),
+                                {&x, &x_scale, &row_token, &row_slot, &num_rows, &weight}, {&rows, &rows_scale});
   }
   void run_once(int num_threads = 1) const {
     ASSERT_TRUE(check(args())) << check(args()).message();
-    ASSERT_TRUE(test::run_with_scratch(impls().front(), args(), num_threads));
+    ASSERT_TRUE(test::run_with_scratch(test::on_cpu(impls()).front(), args(), num_threads));
   }
 
   Problem problem;
@@ -122,32 +123,35 @@ inline void expect_right(const Pack& p) {
         if (std::isnan(v[static_cast<std::size_t>(h)])) v[static_cast<std::size_t>(h)] = kNaN;
       }
     }
+    const bool int8 = p.problem.rows == DType::kI8;
+    const std::int64_t group = int8 || p.problem.row_scale ? hidden : 128;
     for (std::int64_t b = 0; b < p.num_blocks; ++b) {
-      const std::int64_t end = std::min(hidden, b * 128 + 128);
+      const std::int64_t end = std::min(hidden, b * group + group);
       float scale = 0;
-      if (p.problem.x == DType::kE4M3) {
+      if (is_quantised(p.problem.x)) {
         scale = static_cast<float>(
             p.x_scale.at(p.problem.swap_x_scale ? t * p.num_blocks + b : b * p.problem.num_tokens + t));
       } else {
         float amax = 0;
-        for (std::int64_t h = b * 128; h < end; ++h) {
+        for (std::int64_t h = b * group; h < end; ++h) {
           const float magnitude = std::fabs(v[static_cast<std::size_t>(h)]);
           if (magnitude < kInf && magnitude > amax) amax = magnitude;
         }
-        scale = std::max(amax, 1e-10f) / 448.0f;
+        scale = std::max(amax, 1e-10f) / (int8 ? 127.0f : 448.0f);
         if (p.problem.scale_format == ScaleFormat::kUe8m0) scale = test::least_power_of_two(scale);
       }
-      if (p.problem.rows == DType::kE4M3) {
+      if (is_quantised(p.problem.rows)) {
         ASSERT_EQ(p.scale(b, r), scale) << "row " << r << ", block " << b;
       }
-      for (std::int64_t h = b * 128; h < end; ++h) {
+      for (std::int64_t h = b * group; h < end; ++h) {
         const float value = v[static_cast<std::size_t>(h)];
         std::uint64_t want = 0;
         if (p.problem.x == p.problem.rows && !p.problem.weighted) {
           want = test::load_bits(p.problem.x, test::element(p.x.view(), t * hidden + h));
         } else {
           want =
-              test::encode(p.problem.rows, static_cast<double>(p.problem.rows == DType::kE4M3 ? value / scale : value));
+              test::encode(p.problem.rows, static_cast<double>(is_quantised(p.problem.rows) ? value / scale : value));
+          if (int8 && want == 0x80) want = 0x81;  // -127 is the least
         }
         ASSERT_EQ(test::load_bits(p.problem.rows, test::element(p.rows.view(), r * hidden + h)), want)
             << "row " << r << ", column " << h << ", value " << value;
@@ -155,7 +159,7 @@ inline void expect_right(const Pack& p) {
     }
   }
   EXPECT_TRUE(p.rows.rows_untouched(p.num_used));
-  if (p.problem.rows == DType::kE4M3) {
+  if (is_quantised(p.problem.rows)) {
     TensorView view = p.rows_scale_view();
     std::swap(view.shape[0], view.shape[1]);
     std::swap(view.stride[0], view.stride[1]);

@@ -89,7 +89,7 @@ TEST(Pack, NoTokensNoRows) {
   Args args = empty.args();
   for (TensorView* view : {&args.x, &args.row_token, &args.rows, &args.rows_scale}) view->data = nullptr;
   args.num_rows = {};
-  for (const Impl<Args>& impl : impls()) {
+  for (const Impl<Args>& impl : test::on_cpu(impls())) {
     ASSERT_TRUE(check(args)) << check(args).message();
     EXPECT_TRUE(test::run_with_scratch(impl, args, 2));
   }
@@ -116,7 +116,7 @@ TEST(Pack, RefusesRowsThatLeadOutside) {
     Pack w({.num_tokens = 7, .row_token = kTokenOfRow, .weighted = true});
     w.x.fill_normal(1);
     w.row_slot.set(9, bad == 7 ? 14 : bad);
-    for (const Impl<Args>& impl : impls()) {
+    for (const Impl<Args>& impl : test::on_cpu(impls())) {
       Status status = test::run_with_scratch(impl, p.args(), 2);
       EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
       EXPECT_EQ(status.message(), "pack: row_token of row 9 is " + std::to_string(bad) + ", expected 0 to 6");
@@ -133,7 +133,7 @@ TEST(Pack, RefusesRowsThatLeadOutside) {
 TEST(Pack, RefusesAWorkspaceThatIsTooSmall) {
   Pack p({.num_tokens = 7, .row_token = kTokenOfRow});
   p.x.fill_normal(1);
-  const Status status = impls().front().run(p.args(), {});
+  const Status status = test::on_cpu(impls()).front().run(p.args(), {});
   EXPECT_EQ(status.code(), StatusCode::kWorkspaceTooSmall);
   EXPECT_EQ(status.message(), "pack: the workspace has 0 bytes, 135 are needed");  // (7 + 11) * 4 + 63
   EXPECT_TRUE(p.rows.rows_untouched(0));
@@ -258,7 +258,7 @@ TEST(Pack, Case52_WhatLiesPastTheRowNeverEntersAmax) {
       Args args = p.args();
       args.x = wide.view();
       args.x.shape[1] = hidden;
-      test::expect_same_every_way(impls(), args, {&wide}, {&p.rows, &p.rows_scale});
+      test::expect_same_every_way(test::on_cpu(impls()), args, {&wide}, {&p.rows, &p.rows_scale});
       expect_right(p);
     }
   }
@@ -269,7 +269,7 @@ TEST(Pack, Case53_AMissingScaleIsNamed) {
   Args args = p.args();
   args.x_scale = {};
   EXPECT_EQ(check(args).message(),
-            "pack: x is e4m3[1,128] and x_scale is absent; x_scale must be present exactly when x is e4m3");
+            "pack: x is e4m3[1,128] and x_scale is absent; x_scale must be present exactly when x is e4m3 or i8");
 }
 
 TEST(Pack, Case74_SourceAndDestinationOffByOneElementEachAlone) {
@@ -285,7 +285,7 @@ TEST(Pack, Case74_SourceAndDestinationOffByOneElementEachAlone) {
       Args args = p.args();
       args.x = moved_x.view();
       args.rows = moved_rows.view();
-      test::expect_same_every_way(impls(), args, {&moved_x}, {&moved_rows, &p.rows_scale});
+      test::expect_same_every_way(test::on_cpu(impls()), args, {&moved_x}, {&moved_rows, &p.rows_scale});
       p.run_once();
       EXPECT_TRUE(moved_rows.unchanged_since(p.rows.bytes()));
       expect_right(p);
@@ -327,11 +327,12 @@ TEST(Pack, EverySentenceOfCheck) {
   };
   const Pack p({.hidden = 200, .num_tokens = 7, .row_token = kTokenOfRow, .weighted = true});
   expect(
-      p, [](Args& a) { a.x = {}; }, "pack: x[T,H] f32 or bf16 or e4m3 is missing");
+      p, [](Args& a) { a.x = {}; }, "pack: x[T,H] f32 or bf16 or e4m3 or i8 is missing");
   expect(
       p, [](Args& a) { a.x_scale = a.rows_scale; }, "x is bf16[7,200] and x_scale is f32[2,11]");
   expect(
-      p, [](Args& a) { a.row_token.shape[0] = 10; }, "rows[R,H] f32 or bf16 or e4m3 axis 0 (R) is 11, expected 10");
+      p, [](Args& a) { a.row_token.shape[0] = 10; },
+      "rows[R,H] f32 or bf16 or e4m3 or i8 axis 0 (R) is 11, expected 10");
   expect(
       p, [](Args& a) { a.row_token = {}; }, "expected 7 from the T of x, as row_token is absent");
   expect(
@@ -350,7 +351,10 @@ TEST(Pack, EverySentenceOfCheck) {
       },
       "rows_scale is f32[2,11]; rows_scale must be present exactly");
   expect(
-      p, [](Args& a) { a.rows_scale.shape[0] = 1; }, "rows_scale[Hb,R] f32 axis 0 (Hb) is 1, expected 2");
+      p, [](Args& a) { a.rows_scale.shape[0] = 3; },
+      "rows_scale[Hb,R] f32 axis 0 (Hb) is 3, expected 2 from x[T,H] f32 or bf16 or e4m3 or i8 = bf16[7,200]; nor is "
+      "it "
+      "rows_scale[1,R] f32");
   expect(
       p, [](Args& a) { a.num_rows.shape[0] = 2; }, "num_rows[1] i32 axis 0 (1) is 2, expected 1");
   expect(

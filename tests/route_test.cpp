@@ -105,7 +105,7 @@ void expect_right(const Plan& run) {
 }
 
 void route_and_check(const Plan& run) {
-  test::expect_same_every_way(impls(), run.args(), {&run.ids}, run.outputs());
+  test::expect_same_every_way(test::on_cpu(impls()), run.args(), {&run.ids}, run.outputs());
   if (!testing::Test::HasFailure()) expect_right(run);
 }
 
@@ -134,14 +134,14 @@ TEST(Route, ManyThreadsGiveTheSamePlan) {
   Plan run({.num_tokens = 9001, .num_slots = 8, .num_experts = 37, .first_expert = 3, .num_local = 30, .pitch_gap = 1});
   run.ids.fill_integers(5, -2, 38);
   const Machine machine = Machine::detect_cpu(3);
-  EXPECT_NE(impls().front().describe(run.args(), machine).find("3 chunks"), std::string::npos);
+  EXPECT_NE(test::on_cpu(impls()).front().describe(run.args(), machine).find("3 chunks"), std::string::npos);
   route_and_check(run);
 }
 
 TEST(Route, FewerScratchBytesThanThreadsWouldTakeIsEnough) {
   Plan run({.num_tokens = 9001, .num_slots = 8, .num_experts = 4, .num_local = 4});
   run.ids.fill_integers(6, -1, 3);
-  const Impl<Args>& impl = impls().front();
+  const Impl<Args>& impl = test::on_cpu(impls()).front();
   std::vector<std::byte> scratch(static_cast<std::size_t>(impl.scratch_bytes(run.args(), Machine::detect_cpu(1))));
   ASSERT_TRUE(impl.run(run.args(), {nullptr, scratch, 7}));
   expect_right(run);
@@ -162,7 +162,7 @@ TEST(Route, NoTokensNoSlotsNobody) {
   for (TensorView* view : {&args.topk_idx.view, &args.plan.row_token, &args.plan.row_slot, &args.plan.slot_row}) {
     view->data = nullptr;
   }
-  for (const Impl<Args>& impl : impls()) {
+  for (const Impl<Args>& impl : test::on_cpu(impls())) {
     ASSERT_TRUE(check(args));
     ASSERT_TRUE(test::run_with_scratch(impl, args, 2));
     EXPECT_EQ(empty.rows(), 0);
@@ -180,7 +180,7 @@ TEST(Route, CheckedRefusesAndWritesNothing) {
     run.counters.poison();
     Args args = run.args();
     args.checked = true;
-    for (const Impl<Args>& impl : impls()) {
+    for (const Impl<Args>& impl : test::on_cpu(impls())) {
       const Status status = test::run_with_scratch(impl, args, 3);
       EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
       EXPECT_EQ(status.message(),
@@ -192,7 +192,7 @@ TEST(Route, CheckedRefusesAndWritesNothing) {
   fine.ids.fill_values({-1, 3, 0, 0});
   Args args = fine.args();
   args.checked = true;
-  test::expect_same_every_way(impls(), args, {&fine.ids}, fine.outputs());
+  test::expect_same_every_way(test::on_cpu(impls()), args, {&fine.ids}, fine.outputs());
   expect_right(fine);
 }
 
@@ -218,7 +218,7 @@ TEST(Route, Case22_MoreThan65535Slots) {
   for (const bool all_to_one : {false, true}) {
     Plan run({.num_tokens = 8193, .num_slots = 8, .num_experts = 256, .num_local = 256});
     run.ids.fill_with([&](std::int64_t i) { return all_to_one ? 7.0 : static_cast<double>(i % 256); });
-    for (const Impl<Args>& impl : impls()) {
+    for (const Impl<Args>& impl : test::on_cpu(impls())) {
       ASSERT_TRUE(check(run.args()));
       run.counters.fill_constant(1000);
       ASSERT_TRUE(test::run_with_scratch(impl, run.args(), 3));
@@ -245,7 +245,7 @@ TEST(Route, Case25_CountsDoNotDependOnWhatRanBefore) {
   Plan b({.num_tokens = 5, .num_slots = 2, .num_experts = 12, .num_local = 12});
   a.ids.fill_integers(1, 0, 11);
   b.ids.fill_integers(2, 0, 11);
-  const Impl<Args>& impl = impls().front();
+  const Impl<Args>& impl = test::on_cpu(impls()).front();
   // One workspace for all three calls, dirty from the start and never cleaned.
   std::vector<std::byte> scratch(static_cast<std::size_t>(impl.scratch_bytes(a.args(), Machine::detect_cpu(3))),
                                  std::byte{0xA5});
@@ -274,7 +274,7 @@ TEST(Route, Case26_CapacityIsTheNumberOfSlots) {
       run.counters.fill_constant(1000);
       run.row_token.poison();
       run.row_slot.poison();
-      ASSERT_TRUE(test::run_with_scratch(impls().front(), run.args(), 1));
+      ASSERT_TRUE(test::run_with_scratch(test::on_cpu(impls()).front(), run.args(), 1));
       ASSERT_EQ(run.rows(), n);
       expect_right(run);
       int i = n - 1;

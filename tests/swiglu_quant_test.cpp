@@ -37,13 +37,15 @@ struct Problem {
   std::int64_t gap = 0;
   std::int64_t offset = 0;
   ScaleFormat scale_format = ScaleFormat::kF32;
+  bool row_scale = false;  // one scale a row; i8 always
 };
 
 struct Swiglu {
   explicit Swiglu(Problem p)
       : problem(std::move(p)),
         num_rows(problem.rows_per_group > 0 ? problem.rows_per_group * std::ssize(problem.groups) : problem.capacity),
-        num_blocks(ceil_div(problem.width, 128)),
+        group(problem.row_scale || problem.a == DType::kI8 ? problem.width : 128),
+        num_blocks(ceil_div(problem.width, group)),
         h(problem.h, {num_rows, 2 * problem.width},
           {.row_pitch_elems = 2 * problem.width + problem.gap, .offset_elems = problem.offset}),
         groups(DType::kI32, {std::ssize(problem.groups)}),
@@ -62,7 +64,7 @@ struct Swiglu {
     args.activation = problem.activation;
     args.scale_format = problem.scale_format;
     args.a = a.view();
-    if (problem.a == DType::kE4M3) args.a_scale = scale_view();
+    if (is_quantised(problem.a)) args.a_scale = scale_view();
     return args;
   }
   TensorView scale_view() const { return problem.swap_scale ? a_scale.transposed() : a_scale.view(); }
@@ -77,19 +79,21 @@ struct Swiglu {
   }
   double value(std::int64_t r, std::int64_t i) const {
     const double q = a.at(r * problem.width + i);
-    return problem.a == DType::kE4M3 ? q * static_cast<double>(scale(i / 128, r)) : q;
+    return is_quantised(problem.a) ? q * static_cast<double>(scale(i / group, r)) : q;
   }
   void set_gate(std::int64_t r, std::int64_t i, double v) const { h.set(r * 2 * problem.width + i, v); }
   void set_up(std::int64_t r, std::int64_t i, double v) const { h.set((r * 2 + 1) * problem.width + i, v); }
 
-  void run_every_way() const { test::expect_same_every_way(impls(), args(), {&h, &groups}, {&a, &a_scale}); }
+  void run_every_way() const {
+    test::expect_same_every_way(test::on_cpu(impls()), args(), {&h, &groups}, {&a, &a_scale});
+  }
   void run_once(int num_threads = 1) const {
     ASSERT_TRUE(check(args())) << check(args()).message();
-    ASSERT_TRUE(test::run_with_scratch(impls().front(), args(), num_threads));
+    ASSERT_TRUE(test::run_with_scratch(test::on_cpu(impls()).front(), args(), num_threads));
   }
 
   Problem problem;
-  std::int64_t num_rows, num_blocks;
+  std::int64_t num_rows, group, num_blocks;  // columns that share a scale, and how many such groups
   Buffer h, groups, a, a_scale;
 };
 
@@ -106,20 +110,20 @@ double exact(const Activation& act, double g, double u) {
 
 // Values against double precision: 8 fp32 roundings (sigmoid within 2 units, three products and a sum, with room
 // for the rounding of alpha * g, which |alpha g| <= 12 amplifies), then the rounding of the output. For e4m3 half a
-// step of 2^-3, or half the smallest step at the block's scale. And untouched rows.
+// step of 2^-3, or half the smallest step at the block's scale; for i8 half a scale. And untouched rows.
 void expect_right(const Swiglu& s) {
   const std::int64_t width = s.problem.width;
   for (std::int64_t r = 0; r < s.num_rows; ++r) {
     if (!s.is_owned(r)) {
       EXPECT_TRUE(test::is_poison(s.a.view().slice(r, 1)));
-      if (s.problem.a != DType::kE4M3) continue;
+      if (!is_quantised(s.problem.a)) continue;
       for (std::int64_t b = 0; b < s.num_blocks; ++b) EXPECT_TRUE(std::isnan(s.scale(b, r)));
       continue;
     }
     for (std::int64_t b = 0; b < s.num_blocks; ++b) {
       double amax = 0;
-      const std::int64_t end = std::min(width, b * 128 + 128);
-      for (std::int64_t i = b * 128; i < end; ++i) {
+      const std::int64_t end = std::min(width, (b + 1) * s.group);
+      for (std::int64_t i = b * s.group; i < end; ++i) {
         const double want = exact(s.problem.activation, s.h.at(r * 2 * width + i), s.h.at((r * 2 + 1) * width + i));
         const double got = s.value(r, i);
         if (std::isfinite(want)) amax = std::max(amax, std::fabs(want));
@@ -128,10 +132,11 @@ void expect_right(const Swiglu& s) {
         if (s.problem.a == DType::kE4M3) {
           bound += std::fabs(want) * 0x1p-4 + 0x1.01p-10 * static_cast<double>(s.scale(b, r));
         }
+        if (s.problem.a == DType::kI8) bound += 0x1.01p-1 * static_cast<double>(s.scale(b, r));
         ASSERT_LE(std::fabs(got - want), bound) << "row " << r << ", column " << i << ": " << got << " for " << want;
       }
-      if (s.problem.a == DType::kE4M3) {
-        const double want = std::max(amax, 1e-10) / 448;
+      if (is_quantised(s.problem.a)) {
+        const double want = std::max(amax, 1e-10) / (s.problem.a == DType::kI8 ? 127 : 448);
         if (s.problem.scale_format == ScaleFormat::kUe8m0) {
           // A power of two within the bound of the f32 scale that was rounded up.
           ASSERT_EQ(s.scale(b, r), test::least_power_of_two(s.scale(b, r)));
@@ -213,16 +218,77 @@ TEST(SwigluQuant, GroupsOfEverySort) {
   whole.h.fill_normal(1);
   Args of_all = whole.args();
   of_all.groups = RowGroups::whole();
-  test::expect_same_every_way(impls(), of_all, {&whole.h}, {&whole.a, &whole.a_scale});
+  test::expect_same_every_way(test::on_cpu(impls()), of_all, {&whole.h}, {&whole.a, &whole.a_scale});
   expect_right(whole);
   Swiglu none({.width = 130, .groups = {0, 0}, .capacity = 0});
   run_and_check(none);
   Args args = none.args();
   args.h.data = args.a.data = args.a_scale.data = nullptr;
-  for (const Impl<Args>& impl : impls()) {
+  for (const Impl<Args>& impl : test::on_cpu(impls())) {
     ASSERT_TRUE(check(args));
     EXPECT_TRUE(test::run_with_scratch(impl, args, 2));
   }
+}
+
+TEST(SwigluQuant, OneScaleARow) {
+  std::uint64_t seed = 0;
+  for (DType a : {DType::kE4M3, DType::kI8}) {
+    for (DType h : {DType::kBF16, DType::kF32}) {
+      for (const Activation& activation : {kSilu, kClamped, kGptOss}) {
+        for (std::int64_t width : {1, 46, 127, 128, 129, 200, 300}) {
+          ++seed;
+          Problem problem{.h = h, .a = a, .width = width, .activation = activation, .row_scale = true};
+          if (seed % 2 == 0) {
+            problem.groups = {0, 2, 2, 5, 5, 7};
+            problem.capacity = 9;
+          } else {
+            problem.groups = {1, 0, 3};
+            problem.rows_per_group = 3;
+          }
+          problem.swap_scale = seed % 4 < 2;
+          problem.gap = static_cast<std::int64_t>(seed % 3);
+          problem.offset = static_cast<std::int64_t>(seed % 2);
+          if (a == DType::kE4M3 && seed % 8 < 4) problem.scale_format = ScaleFormat::kUe8m0;
+          SCOPED_TRACE(testing::Message()
+                       << to_string(h) << " to " << to_string(a) << ", I = " << width << ", " << describe(activation));
+          Swiglu s(problem);
+          for (std::int64_t r = 0; r < s.num_rows; ++r) {
+            if (s.is_owned(r))
+              test::fill_normal(s.h.view().slice(r, 1), seed * 100 + static_cast<std::uint64_t>(r), 4.0);
+          }
+          run_and_check(s);
+          if (HasFailure()) return;
+          s.h.fill_random_bits(seed);
+          s.run_every_way();
+        }
+      }
+    }
+  }
+}
+
+TEST(SwigluQuant, OneScaleARowNeedsScratchForARow) {
+  Swiglu s({.a = DType::kI8, .width = 200, .groups = {0, 3}, .capacity = 3});
+  s.h.fill_normal(1);
+  const Status status = test::on_cpu(impls()).front().run(s.args(), {});
+  EXPECT_EQ(status.code(), StatusCode::kWorkspaceTooSmall);
+  EXPECT_EQ(status.message(), "swiglu_quant: the workspace has 0 bytes, 1087 are needed");  // 256 * 4 + 63
+  EXPECT_TRUE(s.a.rows_untouched(0));
+}
+
+// A gate of 64 has a sigmoid of exactly 1, so the activation is 64 * u.
+TEST(SwigluQuant, Int8OfOneRow) {
+  Swiglu s({.h = DType::kF32, .a = DType::kI8, .width = 200, .groups = {0, 1}, .capacity = 1});
+  s.h.fill_constant(0);
+  const double up[] = {
+      127, -127, 2.5, -3.5, 0.5, static_cast<double>(kInf), -static_cast<double>(kInf), static_cast<double>(kNaN)};
+  const int want[] = {127, -127, 2, -4, 0, 127, -127, 0};
+  for (int i = 0; i < 8; ++i) {
+    s.set_gate(0, 25 * i, 64);
+    s.set_up(0, 25 * i, up[i]);
+  }
+  s.run_every_way();
+  EXPECT_EQ(s.scale(0, 0), 64.0f);
+  for (int i = 0; i < 8; ++i) EXPECT_EQ(s.a.at(25 * i), want[i]) << up[i];
 }
 
 // Nothing that an offset or a count may hold leads outside.
@@ -368,7 +434,7 @@ TEST(SwigluQuant, Case52_WhatLiesPastTheRowNeverEntersAmax) {
     Args args = s.args();
     args.h = wide.view();
     args.h.shape[1] = 2 * width;
-    test::expect_same_every_way(impls(), args, {&wide}, {&s.a, &s.a_scale});
+    test::expect_same_every_way(test::on_cpu(impls()), args, {&wide}, {&s.a, &s.a_scale});
     expect_right(s);
   }
 }
@@ -377,8 +443,9 @@ TEST(SwigluQuant, Case53_AMissingScaleIsNamed) {
   Swiglu s({.groups = {0, 1}, .capacity = 1});
   Args args = s.args();
   args.a_scale = {};
-  EXPECT_EQ(check(args).message(),
-            "swiglu_quant: a is e4m3[1,128] and a_scale is absent; a_scale must be present exactly when a is e4m3");
+  EXPECT_EQ(
+      check(args).message(),
+      "swiglu_quant: a is e4m3[1,128] and a_scale is absent; a_scale must be present exactly when a is e4m3 or i8");
 }
 
 TEST(SwigluQuant, Case54_TheLimitIsOneSidedForTheGate) {
@@ -414,7 +481,7 @@ TEST(SwigluQuant, Case58_OffsetsBeyond32Bits) {
     args.a = TensorView::dense(a_memory.data(), DType::kE4M3, {kRows, kWidth});
     args.a_scale = TensorView::dense(scale_memory.data(), DType::kF32, {kWidth / 128, kRows});
     std::memcpy(args.h.row(r), want.h.view().data, kWidth * 4);
-    for (const Impl<Args>& impl : impls()) {
+    for (const Impl<Args>& impl : test::on_cpu(impls())) {
       std::memset(args.a.row(r), 0xFF, kWidth);
       ASSERT_TRUE(check(args)) << check(args).message();
       ASSERT_TRUE(test::run_with_scratch(impl, args, 2));
@@ -446,7 +513,7 @@ TEST(SwigluQuant, Case74_SourceAndDestinationOffByOneElementEachAlone) {
     Args args = s.args();
     args.h = h.view();
     args.a = a.view();
-    test::expect_same_every_way(impls(), args, {&h}, {&a});
+    test::expect_same_every_way(test::on_cpu(impls()), args, {&h}, {&a});
     EXPECT_TRUE(a.unchanged_since(s.a.bytes()));
   }
 }
@@ -481,7 +548,7 @@ TEST(SwigluQuant, EverySentenceOfCheck) {
         a.a.dtype = DType::kBF16;
         a.a.data = a.h.data;
       },
-      "a_scale is f32[2,5]; a_scale must be present exactly when a is e4m3");
+      "a_scale is f32[2,5]; a_scale must be present exactly when a is e4m3 or i8");
   expect([](Args& a) { a.groups = {}; },
          "contiguous row groups take expert_offset alone; expert_offset[L+1] is missing");
   expect([](Args& a) { a.groups.counts = a.groups.expert_offset.view; },
@@ -509,6 +576,14 @@ TEST(SwigluQuant, EverySentenceOfCheck) {
         a.activation = {ActivationKind::kSilu, 7, 0};
       },
       "activation limit is 7, but plain silu has none");
+  const Swiglu int8({.a = DType::kI8, .width = 200, .groups = {0, 3, 5}, .capacity = 5});
+  Args args = int8.args();
+  ASSERT_TRUE(check(args)) << check(args).message();
+  args.scale_format = ScaleFormat::kUe8m0;
+  EXPECT_EQ(check(args).message(), "swiglu_quant: scale_format is ue8m0, but i8 rows have f32 scales");
+  args = int8.args();
+  args.a_scale = s.args().a_scale;
+  EXPECT_NE(check(args).message().find("a_scale[1,R] f32 axis 0 (1) is 2, expected 1"), std::string::npos);
   Args planned = s.args();
   planned.h.data = nullptr;
   EXPECT_TRUE(check(planned, Phase::kPlan));

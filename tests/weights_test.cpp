@@ -45,6 +45,10 @@ struct Case {
       f.w13_scale = view(DType::kF32, {L, 2 * ceil_div(I, 128), 2});
       f.w2_scale = view(DType::kF32, {L, 2, ceil_div(I, 128)});
     }
+    if (dtype == DType::kI8) {
+      f.w13_scale = view(DType::kF32, {L, 2 * I, 1});
+      f.w2_scale = view(DType::kF32, {L, 200, 1});
+    }
     f.w13_bias = view(DType::kF32, {L, 2 * I});
     f.w2_bias = view(DType::kF32, {L, 200});
     return f;
@@ -119,6 +123,40 @@ TEST(CheckWeights, TensorsTooManyAreRefused) {
   Case mixed(DType::kBF16);
   mixed.weights.experts.w2 = mixed.view(DType::kF32, {6, 200, 136});
   EXPECT_THAT(mixed.refusal(), HasSubstr("both must be of one dtype"));
+}
+
+// One scale a row: weights of int8 always, of e4m3 in both tensors or in neither.
+TEST(CheckWeights, RowScales) {
+  for (DType dtype : {DType::kE4M3, DType::kI8}) {
+    Case c(dtype);
+    EXPECT_EQ(has_row_scales(c.weights.experts), dtype == DType::kI8);
+    for (FfnWeights* f : {&c.weights.experts, &c.weights.shared}) {
+      const std::int64_t L = f->w13.shape[0];
+      f->w13_scale = c.view(DType::kF32, {L, f->w13.shape[1], 1});
+      f->w2_scale = c.view(DType::kF32, {L, 200, 1});
+    }
+    EXPECT_EQ(c.refusal(), "") << to_string(dtype);
+    EXPECT_TRUE(has_row_scales(c.weights.experts));
+    const Result<DataPath> path = data_path(Precision::kW8A8, c.weights.experts);
+    ASSERT_TRUE(path.is_ok());
+    EXPECT_TRUE(path->row_scales);
+    EXPECT_EQ(path->a, dtype);
+    FfnWeights one = c.weights.experts;
+    c.weights.experts.w13_scale.stride = c.weights.experts.w2_scale.stride = {1, 0, 0};
+    EXPECT_EQ(c.refusal(), "") << "a scale for each expert";
+    c.weights.experts = one;
+    c.weights.experts.w2_scale.shape[1] = 199;
+    EXPECT_THAT(c.refusal(), HasSubstr("w2_scale"));
+    EXPECT_THAT(c.refusal(), HasSubstr("199"));
+    c.weights.experts = one;
+    c.weights.experts.w2_scale = c.view(DType::kF32, {6, 2, 2});
+    EXPECT_THAT(
+        c.refusal(),
+        HasSubstr(dtype == DType::kI8 ? "w2_scale[L,H,1] f32 axis 1 (H) is 2, expected 200"
+                                      : "w13_scale is f32[6,272,1] and w2_scale is f32[6,2,2]: one has a scale for "
+                                        "128x128, the other for a row"));
+  }
+  EXPECT_FALSE(has_row_scales(Case(DType::kBF16).weights.experts));
 }
 
 TEST(CheckWeights, Case53ScalesNotLoaded) {

@@ -58,7 +58,7 @@ struct Activation {
 };
 std::string describe(const Activation& activation);
 
-// The scale of a group of activations that is quantised to e4m3; either is stored as f32.
+// The scale of a group of activations (128 columns, or a whole row) that is quantised to e4m3; either is stored as f32.
 //   kF32:   scale = max(amax, 1e-10) / 448
 //   kUe8m0: that scale rounded up to a power of two before anything is divided by it (an f32 mantissa that is not zero
 //           is cleared and the exponent rises by one), as models trained with scale_fmt "ue8m0" expect (DeepSeek-V3.1)
@@ -88,8 +88,9 @@ std::int64_t num_local(const MoeConfig& config);
 Status validate(const MoeConfig& config);
 
 // What the expert GEMMs compute with. Weights are never requantised behind the caller's back.
-//   kW8A8   e4m3 weights with 128x128 scales, activations quantised to e4m3 per token and 128 columns
-//   kW8A16  e4m3 weights, bf16 activations
+//   kW8A8   activations quantised as the weights are: to e4m3 per token and 128 columns for e4m3 weights with 128x128
+//           scales, to e4m3 or i8 per token for e4m3 or i8 weights with one scale a row (an output channel)
+//   kW8A16  e4m3 or i8 weights, bf16 activations
 //   kBF16   bf16 (or f32) weights, bf16 activations
 //   kF32    any weights, f32 activations
 enum class Precision : std::uint8_t { kW8A8, kW8A16, kBF16, kF32 };
@@ -98,12 +99,19 @@ Result<Precision> parse_precision(std::string_view text);
 
 // The dtypes that flow through one FFN at one precision: rows -> h -> a -> y.
 struct DataPath {
-  DType rows = DType::kF32;  // packed x; kE4M3 comes with scales [Hb,R]
+  DType rows = DType::kF32;  // packed x; e4m3 and i8 come with scales
   DType h = DType::kF32;
-  DType a = DType::kF32;  // kE4M3 comes with scales [Ib,R]
+  DType a = DType::kF32;  // e4m3 and i8 come with scales
   DType y = DType::kF32;
+  bool row_scales = false;  // the scales of rows and a are [1,R], one a row, instead of [Hb,R] and [Ib,R]; i8: always
+
+  // First axis of the scales of a quantised [R,width].
+  constexpr std::int64_t scale_blocks(std::int64_t width) const {
+    return row_scales ? 1 : ceil_div(width, kScaleBlock);
+  }
 };
-// The path for weights of `weight` dtype, or why there is none.
-Result<DataPath> data_path(Precision precision, DType weight);
+// The path for weights of `weight` dtype, or why there is none. row_scales: the weights have one scale a row
+// (has_row_scales in sluice/weights.h); i8 weights always do.
+Result<DataPath> data_path(Precision precision, DType weight, bool row_scales = false);
 
 }  // namespace sluice

@@ -118,6 +118,8 @@ inline constexpr int kNumDTypes = 16;
 
 std::string_view to_string(DType dtype);
 std::int64_t size_bytes(DType dtype);
+// Eight-bit values that mean something only together with their scales.
+constexpr bool is_quantised(DType dtype) { return dtype == DType::kE4M3 || dtype == DType::kI8; }
 
 // A set of dtypes a tensor may have.
 class DTypeSet {
@@ -183,6 +185,7 @@ struct TensorSpec {
   int rank = 0;
   bool optional = false;    // may be absent (TensorView::is_present() false)
   bool any_stride = false;  // scales: both orders of [Hb,R] are legal and told apart by stride
+  bool repeats = false;     // scales that are only read: a stride of 0 gives every element of the axis the same one
 
   constexpr TensorSpec(std::string_view n, DTypeSet d, std::initializer_list<Axis> a) : name(n), dtypes(d) {
     for (Axis axis : a) axes[static_cast<std::size_t>(rank++)] = axis;
@@ -195,6 +198,12 @@ struct TensorSpec {
   constexpr TensorSpec strided() const {
     TensorSpec s = *this;
     s.any_stride = true;
+    return s;
+  }
+  // Strided, and a stride of 0 is legal too: a scale of the whole tensor is one value seen as many.
+  constexpr TensorSpec repeated() const {
+    TensorSpec s = strided();
+    s.repeats = true;
     return s;
   }
   std::string to_string() const;  // "x[T,H] bf16 or f32"
@@ -245,6 +254,11 @@ class AxisBinder {
  public:
   explicit AxisBinder(std::string_view stage) : stage_(stage) {}
   Status bind(const TensorSpec& spec, const TensorView& view, Phase phase);
+  // For a tensor that may come in two shapes, told apart by the extents bound so far: as `second` where that fits, else
+  // as `first`. The refusal of a shape that is neither names both.
+  Status bind_either(const TensorSpec& first, const TensorSpec& second, const TensorView& view, Phase phase);
+  // Whether the rank and the extents are what has been bound so far.
+  bool fits(const TensorSpec& spec, const TensorView& view) const;
   // Fixes an extent the caller knows by another way; `from` is quoted when something disagrees with it and must outlive
   // the binder.
   void set(Axis axis, std::int64_t extent, std::string_view from);

@@ -8,14 +8,17 @@
 
 namespace sluice {
 
-// One gated FFN for L experts. The scale of a weight element is w_scale[l, scale_row(n), k/128]; a scale row
-// never spans the gate/up boundary: rows [0,I) use scale rows n/128, rows [I,2I) use Ib + (n-I)/128.
+// One gated FFN for L experts. Eight-bit weights have f32 scales in one of two shapes, both tensors in the same:
+//   128x128 blocks (e4m3): the scale of an element is w_scale[l, scale_row(n), k/128]; a scale row never spans the
+//                          gate/up boundary: rows [0,I) use scale rows n/128, rows [I,2I) use Ib + (n-I)/128
+//   one a row (e4m3, i8):  w_scale[l, n, 0], n the output channel. A stride of 0 repeats a value: a scale of a whole
+//                          matrix, or of the whole tensor, is this form
 struct FfnWeights {
-  TensorView w13;        // [L,2I,H] e4m3, bf16 or f32; gate rows first, then up rows
-  TensorView w13_scale;  // [L,2Ib,Hb] f32; present exactly when w13 is e4m3
+  TensorView w13;        // [L,2I,H] e4m3, i8, bf16 or f32; gate rows first, then up rows
+  TensorView w13_scale;  // [L,2Ib,Hb] or [L,2I,1] f32; present exactly when w13 is e4m3 or i8
   TensorView w13_bias;   // [L,2I] f32; optional (gpt-oss)
   TensorView w2;         // [L,H,I]
-  TensorView w2_scale;   // [L,Hb,Ib] f32
+  TensorView w2_scale;   // [L,Hb,Ib] or [L,H,1] f32
   TensorView w2_bias;    // [L,H] f32; optional
 };
 
@@ -31,6 +34,11 @@ struct LayerWeights {
 
 // Shapes, dtypes, presence and strides against the config: every tensor present, filled and of one meaning.
 Status check_weights(const MoeConfig& config, const LayerWeights& weights);
+
+// Whether the scales are one a row. Where blocks have the same shape (no dimension above 1) they are blocks.
+bool has_row_scales(const FfnWeights& weights);
+// data_path (sluice/config.h) for these weights.
+Result<DataPath> data_path(Precision precision, const FfnWeights& weights);
 
 // Bytes of all tensors present.
 std::int64_t num_bytes(const FfnWeights& weights);

@@ -143,11 +143,11 @@ Result<Precision> parse_precision(std::string_view text) {
   return Status(StatusCode::kInvalidArgument, fmt::format("precision '{}' is none of w8a8, w8a16, bf16, f32", text));
 }
 
-Result<DataPath> data_path(Precision precision, DType weight) {
-  const bool fp8 = weight == DType::kE4M3;
-  if (!fp8 && weight != DType::kBF16 && weight != DType::kF32) {
+Result<DataPath> data_path(Precision precision, DType weight, bool row_scales) {
+  const bool eight_bit = is_quantised(weight);
+  if (!eight_bit && weight != DType::kBF16 && weight != DType::kF32) {
     return Status(StatusCode::kUnsupported,
-                  fmt::format("expert weights in {} cannot be run; e4m3, bf16 and f32 can", to_string(weight)));
+                  fmt::format("expert weights in {} cannot be run; e4m3, i8, bf16 and f32 can", to_string(weight)));
   }
   const auto refuse = [&](std::string_view hint) {
     return Status(StatusCode::kUnsupported, fmt::format("precision {} does not fit {} weights: {}",
@@ -155,13 +155,13 @@ Result<DataPath> data_path(Precision precision, DType weight) {
   };
   switch (precision) {
     case Precision::kW8A8:
-      if (!fp8) return refuse("it needs e4m3 weights; run bf16 or f32");
-      return DataPath{DType::kE4M3, DType::kBF16, DType::kE4M3, DType::kBF16};
+      if (!eight_bit) return refuse("it needs e4m3 or i8 weights; run bf16 or f32");
+      return DataPath{weight, DType::kBF16, weight, DType::kBF16, row_scales || weight == DType::kI8};
     case Precision::kW8A16:
-      if (!fp8) return refuse("it needs e4m3 weights; run bf16 or f32");
+      if (!eight_bit) return refuse("it needs e4m3 or i8 weights; run bf16 or f32");
       return DataPath{DType::kBF16, DType::kBF16, DType::kBF16, DType::kBF16};
     case Precision::kBF16:
-      if (fp8) return refuse("load with precision bf16 to dequantise them, or run w8a16");
+      if (eight_bit) return refuse("load with precision bf16 to dequantise them, or run w8a16");
       return DataPath{DType::kBF16, DType::kBF16, DType::kBF16, DType::kBF16};
     case Precision::kF32: return DataPath{DType::kF32, DType::kF32, DType::kF32, DType::kF32};
   }

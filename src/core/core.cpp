@@ -288,17 +288,19 @@ Status AxisBinder::bind(const TensorSpec& spec, const TensorView& view, Phase ph
   } else {
     for (int i = 0; i < spec.rank; ++i) {
       const std::size_t a = static_cast<std::size_t>(i);
-      if (view.shape[a] > 1 && view.stride[a] < 1) {
-        return fail(
-            fmt::format("{} axis {} has stride {} elements, expected at least 1", spec.to_string(), i, view.stride[a]));
+      const std::int64_t least = spec.repeats ? 0 : 1;
+      if (view.shape[a] > 1 && view.stride[a] < least) {
+        return fail(fmt::format("{} axis {} has stride {} elements, expected at least {}", spec.to_string(), i,
+                                view.stride[a], least));
       }
     }
-    // Any order of the axes, but each element at an address of its own.
+    // Any order of the axes, but each element at an address of its own, apart from axes that repeat one.
     for (int i = 0; i < spec.rank; ++i) {
       for (int j = 0; j < spec.rank; ++j) {
         const std::size_t outer = static_cast<std::size_t>(i);
         const std::size_t inner = static_cast<std::size_t>(j);
         if (i == j || view.shape[outer] <= 1 || view.shape[inner] <= 1) continue;
+        if (spec.repeats && (view.stride[outer] == 0 || view.stride[inner] == 0)) continue;
         if (view.stride[outer] < view.stride[inner] || (view.stride[outer] == view.stride[inner] && i > j)) continue;
         if (view.stride[outer] <= (view.shape[inner] - 1) * view.stride[inner]) {
           return fail(fmt::format("{} = {} has strides {} and {} for axes {} and {}, so that elements overlap",
@@ -318,6 +320,24 @@ Status AxisBinder::bind(const TensorSpec& spec, const TensorView& view, Phase ph
     }
   }
   return Status::ok();
+}
+
+bool AxisBinder::fits(const TensorSpec& spec, const TensorView& view) const {
+  if (view.rank != spec.rank) return false;
+  for (int i = 0; i < spec.rank; ++i) {
+    const std::size_t a = static_cast<std::size_t>(i);
+    const auto known = extent(spec.axes[a]);
+    if (known && *known != view.shape[a]) return false;
+  }
+  return true;
+}
+
+Status AxisBinder::bind_either(const TensorSpec& first, const TensorSpec& second, const TensorView& view, Phase phase) {
+  if (!view.is_present()) return bind(first, view, phase);
+  if (fits(second, view)) return bind(second, view, phase);
+  const Status status = bind(first, view, phase);
+  if (status.is_ok() || fits(first, view)) return status;
+  return {status.code(), fmt::format("{}; nor is it {}", status.message(), second.to_string())};
 }
 
 namespace detail {

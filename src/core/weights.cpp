@@ -6,7 +6,7 @@
 namespace sluice {
 namespace {
 
-constexpr DTypeSet kWeightTypes = {DType::kE4M3, DType::kBF16, DType::kF32};
+constexpr DTypeSet kWeightTypes = {DType::kE4M3, DType::kI8, DType::kBF16, DType::kF32};
 constexpr DTypeSet kPlainTypes = {DType::kBF16, DType::kF32};
 
 Status invalid(std::string text) { return {StatusCode::kInvalidArgument, "weights: " + std::move(text)}; }
@@ -41,13 +41,30 @@ Status check_ffn(const FfnNames& names, const FfnWeights& ffn, std::int64_t L, s
     return invalid(
         fmt::format("w13 is {} and w2 is {}; both must be of one dtype", ffn.w13.to_string(), ffn.w2.to_string()));
   }
-  const bool scaled = ffn.w13.dtype == DType::kE4M3;
-  const std::string reason =
-      scaled ? "the weights are e4m3" : fmt::format("{} weights have no scales", to_string(ffn.w13.dtype));
+  const bool scaled = is_quantised(ffn.w13.dtype);
+  const std::string reason = scaled ? fmt::format("the weights are {}", to_string(ffn.w13.dtype))
+                                    : fmt::format("{} weights have no scales", to_string(ffn.w13.dtype));
   SLUICE_TRY(check_presence("w13_scale", ffn.w13_scale, scaled, reason).with_context(names.stage));
   SLUICE_TRY(check_presence("w2_scale", ffn.w2_scale, scaled, reason).with_context(names.stage));
-  SLUICE_TRY(bind(names.w13_scale, ffn.w13_scale, DType::kF32, {Axis::kL, Axis::kNb, Axis::kHb}, true));
-  SLUICE_TRY(bind(names.w2_scale, ffn.w2_scale, DType::kF32, {Axis::kL, Axis::kHb, Axis::kIb}, true));
+  const TensorSpec w13_blocks = TensorSpec(names.w13_scale, DType::kF32, {Axis::kL, Axis::kNb, Axis::kHb}).opt();
+  const TensorSpec w13_rows = TensorSpec(names.w13_scale, DType::kF32, {Axis::kL, Axis::kI2, Axis::kOne}).opt();
+  const TensorSpec w2_blocks = TensorSpec(names.w2_scale, DType::kF32, {Axis::kL, Axis::kHb, Axis::kIb}).opt();
+  const TensorSpec w2_rows = TensorSpec(names.w2_scale, DType::kF32, {Axis::kL, Axis::kH, Axis::kOne}).opt();
+  if (ffn.w13.dtype == DType::kI8) {
+    SLUICE_TRY(binder.bind(w13_rows.repeated(), ffn.w13_scale, Phase::kRun));
+    SLUICE_TRY(binder.bind(w2_rows.repeated(), ffn.w2_scale, Phase::kRun));
+  } else {
+    SLUICE_TRY(binder.bind_either(w13_blocks, w13_rows.repeated(), ffn.w13_scale, Phase::kRun));
+    SLUICE_TRY(binder.bind_either(w2_blocks, w2_rows.repeated(), ffn.w2_scale, Phase::kRun));
+    // Extents that let a shape be either decide nothing.
+    const bool fit_blocks = binder.fits(w13_blocks, ffn.w13_scale) && binder.fits(w2_blocks, ffn.w2_scale);
+    const bool fit_rows = binder.fits(w13_rows, ffn.w13_scale) && binder.fits(w2_rows, ffn.w2_scale);
+    if (scaled && !fit_blocks && !fit_rows) {
+      return invalid(fmt::format("w13_scale is {} and w2_scale is {}: one has a scale for 128x128, the other for a row",
+                                 ffn.w13_scale.to_string(), ffn.w2_scale.to_string()))
+          .with_context(names.stage);
+    }
+  }
   SLUICE_TRY(bind(names.w13_bias, ffn.w13_bias, DType::kF32, {Axis::kL, Axis::kI2}, true));
   return bind(names.w2_bias, ffn.w2_bias, DType::kF32, {Axis::kL, Axis::kH}, true);
 }
@@ -80,6 +97,28 @@ Status check_weights(const MoeConfig& config, const LayerWeights& weights) {
                             config.has_shared_gate ? "has_shared_gate is set" : "has_shared_gate is not set"));
   return binder.bind(TensorSpec("shared_gate", kPlainTypes, {Axis::kOne, Axis::kH}).opt(), weights.shared_gate,
                      Phase::kRun);
+}
+
+bool has_row_scales(const FfnWeights& weights) {
+  if (weights.w13.dtype == DType::kI8) return true;
+  if (weights.w13.dtype != DType::kE4M3) return false;
+  const auto is_row = [](const TensorView& scale, const TensorView& w) {
+    return scale.shape[1] == w.shape[1] && scale.shape[2] == 1;
+  };
+  const auto is_block = [](const TensorView& scale, std::int64_t rows, std::int64_t cols) {
+    return scale.shape[1] == rows && scale.shape[2] == ceil_div(cols, kScaleBlock);
+  };
+  const std::int64_t H = weights.w13.shape[2];
+  const std::int64_t I = weights.w2.shape[2];
+  if (is_block(weights.w13_scale, 2 * ceil_div(I, kScaleBlock), H) &&
+      is_block(weights.w2_scale, ceil_div(H, kScaleBlock), I)) {
+    return false;
+  }
+  return is_row(weights.w13_scale, weights.w13) && is_row(weights.w2_scale, weights.w2);
+}
+
+Result<DataPath> data_path(Precision precision, const FfnWeights& weights) {
+  return data_path(precision, weights.w13.dtype, has_row_scales(weights));
 }
 
 std::int64_t num_bytes(const FfnWeights& weights) {

@@ -83,46 +83,49 @@ HWY_INLINE float AmaxColumns(const float* HWY_RESTRICT buffer) {
 // The scale of values of this amax whose quantised form reaches `top`: 448 for e4m3, 127 for int8.
 HWY_INLINE float ScaleOfAmax(float amax, float top) { return (amax > 1e-10f ? amax : 1e-10f) / top; }
 
-// to[i] = e4m3(buffer[i] / scale) for i < n.
-HWY_INLINE void EncodeColumns(const float* HWY_RESTRICT buffer, size_t n, float scale, uint8_t* to) {
+// The scale of a group with this amax in e4m3 or i8, rounded as `format` says.
+HWY_INLINE float ScaleOf(float amax, DType dtype, ScaleFormat format) {
+  const float scale = ScaleOfAmax(amax, dtype == DType::kI8 ? 127.0f : 448.0f);
+  if (format == ScaleFormat::kF32) return scale;
+  // Between 2^-43 and 2^120: never subnormal, and the exponent has room to rise. A mantissa carries into it.
+  return std::bit_cast<float>((std::bit_cast<uint32_t>(scale) + 0x007FFFFFu) & 0xFF800000u);
+}
+
+// to[i] = the i8 byte of clamp(rint(v), -127, 127); 0 for NaN.
+HWY_INLINE void StoreI8(ColumnTag d, hwy::HWY_NAMESPACE::Vec<ColumnTag> v, uint8_t* to) {
+  namespace hn = hwy::HWY_NAMESPACE;
+  const hn::RebindToSigned<ColumnTag> di;
+  const hn::Rebind<int8_t, ColumnTag> d8;
+  v = hn::IfThenElseZero(hn::Eq(v, v), v);
+  v = hn::Min(hn::Max(v, hn::Set(d, -127.0f)), hn::Set(d, 127.0f));
+  // The unit in the last place of 1.5 * 2^23 is 1, so the addition rounds to an integer, ties to even, on every target.
+  const auto magic = hn::Set(d, 12582912.0f);
+  const auto integer = hn::Sub(hn::BitCast(di, hn::Add(v, magic)), hn::BitCast(di, magic));
+  hn::StoreU(hn::DemoteTo(d8, integer), d8, reinterpret_cast<int8_t*>(to));
+}
+
+// to[i] = the e4m3 or i8 byte of buffer[i] / scale for i < n.
+HWY_INLINE void EncodeColumns(const float* HWY_RESTRICT buffer, size_t n, DType dtype, float scale, uint8_t* to) {
   namespace hn = hwy::HWY_NAMESPACE;
   const ColumnTag d;
   const auto divisor = hn::Set(d, scale);
   HWY_ALIGN uint8_t padded[kColumns];
   uint8_t* const whole = HWY_LIKELY(n == kColumns) ? to : padded;
-  for (size_t i = 0; i < kColumns; i += hn::Lanes(d))
-    StoreE4M3(d, hn::Div(hn::Load(d, buffer + i), divisor), whole + i);
+  if (dtype == DType::kI8) {
+    for (size_t i = 0; i < kColumns; i += hn::Lanes(d))
+      StoreI8(d, hn::Div(hn::Load(d, buffer + i), divisor), whole + i);
+  } else {
+    for (size_t i = 0; i < kColumns; i += hn::Lanes(d))
+      StoreE4M3(d, hn::Div(hn::Load(d, buffer + i), divisor), whole + i);
+  }
   if (whole != to) std::memcpy(to, padded, n);
 }
 
-// to[i] = clamp(rint(buffer[i] / scale), -127, 127) for i < n; NaN becomes 0.
+HWY_INLINE void EncodeColumns(const float* HWY_RESTRICT buffer, size_t n, float scale, uint8_t* to) {
+  EncodeColumns(buffer, n, DType::kE4M3, scale, to);
+}
 HWY_INLINE void EncodeColumns(const float* HWY_RESTRICT buffer, size_t n, float scale, int8_t* to) {
-  namespace hn = hwy::HWY_NAMESPACE;
-  const ColumnTag d;
-  const hn::Rebind<int8_t, ColumnTag> di8;
-  const auto divisor = hn::Set(d, scale);
-  const auto top = hn::Set(d, 127.0f), bottom = hn::Set(d, -127.0f);
-  HWY_ALIGN int8_t padded[kColumns];
-  int8_t* const whole = HWY_LIKELY(n == kColumns) ? to : padded;
-  for (size_t i = 0; i < kColumns; i += hn::Lanes(d)) {
-    const auto v = hn::Div(hn::Load(d, buffer + i), divisor);
-    // The limits are whole numbers: clamping before the rounding is clamping after it, and infinities never reach it.
-    const auto inside = hn::Min(hn::Max(hn::IfThenElseZero(hn::Eq(v, v), v), bottom), top);
-    hn::StoreU(hn::DemoteTo(di8, hn::NearestInt(inside)), di8, whole + i);
-  }
-  if (whole != to) std::memcpy(to, padded, n);
-}
-
-// to[i] = e4m3(buffer[i] / scale) for i < n; returns scale = max(amax, 1e-10) / 448 over the finite magnitudes, rounded
-// as `format` says.
-HWY_INLINE float QuantiseColumns(const float* HWY_RESTRICT buffer, size_t n, ScaleFormat format, uint8_t* to) {
-  float scale = ScaleOfAmax(AmaxColumns(buffer), 448.0f);
-  if (format == ScaleFormat::kUe8m0) {
-    // Between 2^-43 and 2^120: never subnormal, and the exponent has room to rise. A mantissa carries into it.
-    scale = std::bit_cast<float>((std::bit_cast<uint32_t>(scale) + 0x007FFFFFu) & 0xFF800000u);
-  }
-  EncodeColumns(buffer, n, scale, to);
-  return scale;
+  EncodeColumns(buffer, n, DType::kI8, scale, reinterpret_cast<uint8_t*>(to));
 }
 
 }  // namespace HWY_NAMESPACE

@@ -1,4 +1,4 @@
-// e4m3, bf16 and f32 values to exact f32 vectors, along a row or across many rows (one row per lane).
+// e4m3, i8, bf16 and f32 values to exact f32 vectors, along a row or across many rows (one row per lane).
 //
 // e4m3 -> f32 goes through f16: sign and magnitude placed at bits 15 and 13..7 of an f16 are the value times 2^-8,
 // exactly, subnormals included, and F16C converts subnormals at full speed. The alternative, placing the bits in an
@@ -35,6 +35,9 @@ struct BF16 {
 struct F32 {
   static constexpr std::int64_t kBytes = 4;
 };
+struct I8 {
+  static constexpr std::int64_t kBytes = 1;
+};
 
 constexpr float e4m3_value(unsigned byte) {
   const unsigned magnitude = byte & 0x7FU;
@@ -52,6 +55,7 @@ inline constexpr std::array<float, 256> kE4M3Values = [] {
 }();
 
 inline float decode_one(E4M3, const std::uint8_t* p) { return kE4M3Values[*p]; }
+inline float decode_one(I8, const std::uint8_t* p) { return static_cast<float>(static_cast<std::int8_t>(*p)); }
 inline float decode_one(BF16, const std::uint8_t* p) {
   std::uint16_t bits;
   std::memcpy(&bits, p, sizeof(bits));
@@ -116,6 +120,11 @@ HWY_INLINE VF DecodeLanes(E4M3, const std::uint8_t* p) {
   const auto half = hn::OrAnd(t, hn::Add(t, hn::Set(d16, 0x0080)), hn::Set(d16, 0x4000));
   return hn::Mul(hn::PromoteTo(DF(), hn::BitCast(dh, half)), hn::Set(DF(), kE4M3HalfInverse));
 }
+HWY_INLINE VF DecodeLanes(I8, const std::uint8_t* p) {
+  const hn::Rebind<std::int8_t, DF> d8;
+  const hn::RebindToSigned<DF> d32;
+  return hn::ConvertTo(DF(), hn::PromoteTo(d32, hn::LoadU(d8, reinterpret_cast<const std::int8_t*>(p))));
+}
 HWY_INLINE VF DecodeLanes(BF16, const std::uint8_t* p) {
   const hn::Rebind<std::uint16_t, DF> d16;
   const hn::RebindToUnsigned<DF> d32;
@@ -171,6 +180,7 @@ inline constexpr int kUnitBytes = 16;  // of every row, decoded by one call
 // Load order: vector v takes its block b from rows[v * kBlocks + b]. These maps make the transposes below, which stay
 // inside 128-bit blocks, leave the lanes in row order.
 HWY_INLINE int RowOfSlot(E4M3, int slot) { return 8 * (slot % kBlocks) + slot / kBlocks; }
+HWY_INLINE int RowOfSlot(I8, int slot) { return RowOfSlot(E4M3(), slot); }
 HWY_INLINE int RowOfSlot(BF16, int slot) {
   // Even u16 lanes become the first vector (shift), odd ones the second (mask): no widening shuffle.
   const int v = slot / kBlocks;
@@ -238,6 +248,28 @@ HWY_INLINE void DecodeUnit(E4M3, const std::uint8_t* const* HWY_RESTRICT rows, s
   for (int k = 0; k < num_k; ++k) {
     sink(k, HalfToF32(half + k * 2 * kLanes), HalfToF32(half + k * 2 * kLanes + kLanes));
   }
+}
+
+template <class Sink>
+HWY_INLINE void DecodeUnit(I8, const std::uint8_t* const* HWY_RESTRICT rows, std::int64_t offset, int num_k,
+                           const Sink& sink) {
+  const DU16 d;
+  const hn::RebindToSigned<DU16> di;
+  const hn::Rebind<std::int16_t, DF> dhalf;
+  const hn::RebindToSigned<DF> d32;
+  VU16 r[8];
+#pragma GCC unroll 8
+  for (int v = 0; v < 8; ++v) r[v] = LoadBlocks(rows + v * kBlocks, offset);
+  Transpose8x8(r);
+  HWY_ALIGN std::int16_t wide[16 * 2 * kLanes];
+#pragma GCC unroll 8
+  for (int q = 0; q < 8; ++q) {
+    hn::Store(hn::ShiftRight<8>(hn::BitCast(di, hn::ShiftLeft<8>(r[q]))), di, wide + (2 * q) * 2 * kLanes);
+    hn::Store(hn::ShiftRight<8>(hn::BitCast(di, r[q])), di, wide + (2 * q + 1) * 2 * kLanes);
+  }
+  const auto at = [&](int i) HWY_ATTR { return hn::ConvertTo(DF(), hn::PromoteTo(d32, hn::LoadU(dhalf, wide + i))); };
+#pragma GCC unroll 16
+  for (int k = 0; k < num_k; ++k) sink(k, at(k * 2 * kLanes), at(k * 2 * kLanes + kLanes));
 }
 
 template <class Sink>

@@ -5,7 +5,9 @@
 //     for k in blocks of A columns:          A rows -> f32, in L2
 //       for panel of w rows in the chunk:
 //         for block of 128 k:                panel -> f32, in L1; p = A * panel in registers; C = fma(p, s, C)
-//     out = round(C + bias)
+//     out = round(C (* s) + bias)
+//
+// int8 by int8 goes the same way: 128 products stay below 2^21, so p is an exact integer in f32, and C sums int32.
 #include <algorithm>
 #include <bit>
 #include <cstdint>
@@ -37,15 +39,18 @@ struct Item {
   const std::uint8_t* a = nullptr;  // [rows,K], at the item's first row
   std::int64_t a_row_bytes = 0;
   DType a_dtype{};
-  const float* a_scale = nullptr;  // at (0, first row); null: none
+  const float* a_scale = nullptr;  // of blocks, at (0, first row); null: none
   std::int64_t a_scale_block_elems = 0, a_scale_row_elems = 0;
-  const std::uint8_t* w = nullptr;  // [N,K]
+  const float* a_row_scale = nullptr;  // one a row, at the first row, a_scale_row_elems apart; null: none
+  const std::uint8_t* w = nullptr;     // [N,K]
   std::int64_t w_row_bytes = 0;
   DType w_dtype{};
-  const float* w_scale = nullptr;  // [Nb,Kb]; null: none
+  const float* w_scale = nullptr;  // of blocks, [Nb,Kb]; null: none
   std::int64_t w_scale_row_elems = 0;
-  const float* bias = nullptr;  // [N]; null: none
-  std::uint8_t* out = nullptr;  // [rows,N], at the item's first row
+  const float* w_row_scale = nullptr;  // one a row, [N], w_scale_row_elems apart; null: none
+  bool integer = false;                // C holds int32
+  const float* bias = nullptr;         // [N]; null: none
+  std::uint8_t* out = nullptr;         // [rows,N], at the item's first row
   std::int64_t out_row_bytes = 0;
   DType out_dtype{};
   std::int64_t rows = 0, n = 0, k = 0, part_rows = 0;
@@ -68,6 +73,7 @@ namespace simd = sluice::cpu::HWY_NAMESPACE;
 using cpu::BF16;
 using cpu::E4M3;
 using cpu::F32;
+using cpu::I8;
 using simd::DF;
 using simd::VF;
 
@@ -79,11 +85,23 @@ inline constexpr int kMaxTileRows = 6;  // 12 + 2 + 1 of 16
 // Up to here the products are taken while decoding, without storing the panel.
 inline constexpr int kMaxDirectRows = SLUICE_VECTOR_DECODE ? 4 : 0;
 
-// C[r,:] = fma(p[r,:], s, C[r,:]); s is 1 where nothing is scaled, and fma(p, 1, C) has the bits of C + p.
+// C[r,:] = fma(p[r,:], s, C[r,:]); s is 1 where nothing is scaled, and fma(p, 1, C) has the bits of C + p. A null a_scale
+// says that p are integers and C is int32.
 template <int kRows>
 HWY_INLINE void Promote(const VF (&p)[kRows][2], const float* a_scale, float w_scale, float* HWY_RESTRICT c) {
   const DF d;
   const std::size_t lanes = hn::Lanes(d);
+  if (a_scale == nullptr) {
+    const hn::RebindToSigned<DF> di;
+    auto* sums = reinterpret_cast<std::int32_t*>(c);
+#pragma GCC unroll 12
+    for (int r = 0; r < kRows; ++r) {
+      std::int32_t* row = sums + 2 * lanes * static_cast<std::size_t>(r);
+      hn::Store(hn::Add(hn::ConvertTo(di, p[r][0]), hn::Load(di, row)), di, row);
+      hn::Store(hn::Add(hn::ConvertTo(di, p[r][1]), hn::Load(di, row + lanes)), di, row + lanes);
+    }
+    return;
+  }
 #pragma GCC unroll 12
   for (int r = 0; r < kRows; ++r) {
     const VF s = hn::Set(d, a_scale[r] * w_scale);
@@ -231,6 +249,7 @@ std::uint32_t DecodeA(const Item& item, std::int64_t k0, std::int64_t num_k, std
     std::uint32_t top = 0;
     switch (item.a_dtype) {
       case DType::kE4M3: top = simd::DecodeRow(E4M3(), from + k0, num_k, multiplier, to); break;
+      case DType::kI8: top = simd::DecodeRow(I8(), from + k0, num_k, multiplier, to); break;
       case DType::kBF16: top = simd::DecodeRow(BF16(), from + k0 * BF16::kBytes, num_k, multiplier, to); break;
       default: top = simd::DecodeRow(F32(), from + k0 * F32::kBytes, num_k, multiplier, to); break;
     }
@@ -239,7 +258,7 @@ std::uint32_t DecodeA(const Item& item, std::int64_t k0, std::int64_t num_k, std
   return largest;
 }
 
-// out = round(C + bias) for one panel; nothing past column `count` is touched.
+// out = round(C (* a_row_scale * w_row_scale) + bias) for one panel; nothing past column `count` is touched.
 void StorePanel(const Item& item, std::int64_t first, std::int64_t count, const float* HWY_RESTRICT c) {
   const DF d;
   const hn::RebindToUnsigned<DF> du;
@@ -249,13 +268,23 @@ void StorePanel(const Item& item, std::int64_t first, std::int64_t count, const 
   const VF nan = hn::BitCast(d, hn::Set(du, 0x7FC00000U));
   HWY_ALIGN float bias[simd::kMaxPanelRows] = {};
   if (item.bias != nullptr) std::memcpy(bias, item.bias + first, static_cast<std::size_t>(count) * sizeof(float));
+  const bool scaled = item.a_row_scale != nullptr || item.w_row_scale != nullptr;
+  HWY_ALIGN float w_scale[simd::kMaxPanelRows];
+  for (std::int64_t i = 0; scaled && i < width; ++i) {
+    const bool present = item.w_row_scale != nullptr && i < count;
+    w_scale[i] = present ? item.w_row_scale[offset_elems(first + i, item.w_scale_row_elems)] : 1.0F;
+  }
   const std::int64_t elem_bytes = size_bytes(item.out_dtype);
   HWY_ALIGN std::uint8_t staged[simd::kMaxPanelRows * sizeof(float)];
   for (std::int64_t r = 0; r < item.rows; ++r, c += width) {
     std::uint8_t* row = item.out + offset_elems(r, item.out_row_bytes) + first * elem_bytes;
     std::uint8_t* to = count == width ? row : staged;
+    const VF a_scale =
+        hn::Set(d, item.a_row_scale == nullptr ? 1.0F : item.a_row_scale[offset_elems(r, item.a_scale_row_elems)]);
     for (std::int64_t i = 0; i < width; i += lanes) {
       VF v = hn::Load(d, c + i);
+      if (item.integer) v = hn::ConvertTo(d, hn::BitCast(hn::RebindToSigned<DF>(), v));
+      if (scaled) v = hn::Mul(v, hn::Mul(a_scale, hn::Load(d, w_scale + i)));
       // Not + 0 where there is none: that would turn -0 into +0.
       if (item.bias != nullptr) v = hn::Add(v, hn::Load(d, bias + i));
       v = hn::IfThenElse(hn::Eq(v, v), v, nan);
@@ -316,7 +345,7 @@ void RunTyped(W type, const Item& item) {
                   ? 1.0F
                   : item.w_scale[offset_elems(cols.scale_row, item.w_scale_row_elems) + k0 / kScaleBlock + b];
           const float* a = item.a_block + b * kScaleBlock;
-          const float* a_scale = item.scale_block + b * item.rows;
+          const float* a_scale = item.integer ? nullptr : item.scale_block + b * item.rows;
 #if SLUICE_VECTOR_DECODE
           if (direct) {
             switch (item.rows) {
@@ -331,7 +360,7 @@ void RunTyped(W type, const Item& item) {
           // Panels ask for their next lines from inside the tiles where that wins: decoding bf16 and f32 is short, and lines
           // asked for there leave memory idle while the tiles run. Decoding e4m3 is its own bound; it gains between 24 and
           // 63 rows (260 -> 272 GFLOP/s at 32) and loses outside (222 -> 210 at 16, 335 -> 319 at 512).
-          const bool spread = SLUICE_VECTOR_DECODE && (!std::is_same_v<W, E4M3> || (item.rows >= 24 && item.rows < 64));
+          const bool spread = SLUICE_VECTOR_DECODE && (W::kBytes > 1 || (item.rows >= 24 && item.rows < 64));
           const std::uint8_t* lines[simd::kMaxPanelRows * (kBlockBytes / 64 + 1)];
           std::int64_t num_lines = 0;
           if (spread) {
@@ -349,8 +378,8 @@ void RunTyped(W type, const Item& item) {
             const std::int64_t next = item.rows * (t + 1) / num_tiles;
             const Lines share{lines + line, std::min(lines_per_tile, num_lines - line)};
             const auto tile_rows = share.count > 0 ? TileRows<true> : TileRows<false>;
-            tile_rows(static_cast<int>(next - r), a + r * a_stride, a_stride, item.panel, block_k, a_scale + r, w_scale,
-                      c + r * width, share);
+            tile_rows(static_cast<int>(next - r), a + r * a_stride, a_stride, item.panel, block_k,
+                      a_scale == nullptr ? nullptr : a_scale + r, w_scale, c + r * width, share);
             line += share.count;
             r = next;
           }
@@ -371,6 +400,7 @@ void RunTyped(W type, const Item& item) {
 void RunItem(const Item& item) {
   switch (item.w_dtype) {
     case DType::kE4M3: return RunTyped(E4M3(), item);
+    case DType::kI8: return RunTyped(I8(), item);
     case DType::kBF16: return RunTyped(BF16(), item);
     default: return RunTyped(F32(), item);
   }
@@ -397,7 +427,7 @@ struct Shape {
 Shape shape_of(const Args& args) {
   Shape s{args.a.shape[0], args.w.shape[0], args.w.shape[1], args.w.shape[2], args.part_rows, args.a.shape[0]};
   // Where nothing is scaled the parts do not matter, and one part leaves the fewest ragged panels.
-  if (s.part_rows == 0 || !args.w_scale.is_present()) s.part_rows = s.n;
+  if (s.part_rows == 0 || !args.w_scale.is_present() || has_row_scales(args)) s.part_rows = s.n;
   if (args.groups.form == RowGroups::Form::kMasked) s.max_group_rows = args.groups.rows_per_group;
   return s;
 }
@@ -445,6 +475,7 @@ Status run(const Args& args, const Ctx& ctx) {
   auto* slices = reinterpret_cast<float*>(scratch + prefix_bytes(s));
   const ScratchElems slice = worker_scratch(s.max_group_rows, s.k);
 
+  const bool row_scales = has_row_scales(args);
   const std::int64_t col_chunks = num_col_chunks(s.n, s.part_rows, config.chunk_cols);
   item_begin[0] = 0;
   for (std::int64_t e = 0; e < s.num_groups; ++e) {
@@ -468,13 +499,15 @@ Status run(const Args& args, const Ctx& ctx) {
     if (args.a_scale.is_present()) {
       item.a_scale_block_elems = args.a_scale.stride[0];
       item.a_scale_row_elems = args.a_scale.stride[1];
-      item.a_scale = args.a_scale.as<const float>() + offset_elems(begin, item.a_scale_row_elems);
+      const float* const a_scale = args.a_scale.as<const float>() + offset_elems(begin, item.a_scale_row_elems);
+      (row_scales ? item.a_row_scale : item.a_scale) = a_scale;
     }
+    item.integer = args.a.dtype == DType::kI8;
     item.w = reinterpret_cast<const std::uint8_t*>(args.w.row(e));
     item.w_row_bytes = offset_elems(args.w.stride[1], size_bytes(args.w.dtype));
     item.w_dtype = args.w.dtype;
     if (args.w_scale.is_present()) {
-      item.w_scale = reinterpret_cast<const float*>(args.w_scale.row(e));
+      (row_scales ? item.w_row_scale : item.w_scale) = reinterpret_cast<const float*>(args.w_scale.row(e));
       item.w_scale_row_elems = args.w_scale.stride[1];
     }
     if (args.bias.is_present()) item.bias = reinterpret_cast<const float*>(args.bias.row(e));

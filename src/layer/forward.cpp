@@ -151,11 +151,12 @@ Status Layer::forward_routed(const RoutedInput& input, const TensorView& out, co
   SLUICE_TRY(check_call(s, pack::kX, x, out, input.topk_idx, input.topk_weight, input.counters));
   if (!input.topk_idx.view.is_present()) return {StatusCode::kInvalidArgument, "forward_routed: topk_idx is missing"};
   if (!input.topk_weight.is_present()) return {StatusCode::kInvalidArgument, "forward_routed: topk_weight is missing"};
-  if (x.dtype == DType::kE4M3 && (s.path.rows != DType::kE4M3 || s.has_shared())) {
-    return {
-        StatusCode::kInvalidArgument,
-        fmt::format("forward_routed: e4m3 x needs precision w8a8 and no shared expert, the layer has precision {}{}",
-                    to_string(s.options.precision), s.has_shared() ? " and a shared expert" : "")};
+  if (is_quantised(x.dtype) && (s.path.rows != x.dtype || s.has_shared())) {
+    return {StatusCode::kInvalidArgument,
+            fmt::format("forward_routed: {} x needs precision w8a8, {} weights and no shared expert, the layer has "
+                        "precision {}{} and {} weights",
+                        to_string(x.dtype), to_string(x.dtype), to_string(s.options.precision),
+                        s.has_shared() ? ", a shared expert" : "", to_string(s.weights.experts.w13.dtype))};
   }
   if (x.shape[0] == 0) return Status::ok();
   Call call;
@@ -181,17 +182,22 @@ Status check_rows(const Layer::State& s, std::string_view entry, const Rows& row
     return {StatusCode::kInvalidArgument, fmt::format("{}: out must be {}[{},{}], got {}", entry, to_string(s.path.y),
                                                       rows.data.shape[0], s.config.hidden, out.to_string())};
   }
-  const bool quantised = rows.data.dtype == DType::kE4M3;
-  if (quantised && s.path.rows != DType::kE4M3) {
-    return {StatusCode::kInvalidArgument, fmt::format("{}: rows are e4m3, but precision {} takes bf16 or f32", entry,
-                                                      to_string(s.options.precision))};
+  const bool quantised = is_quantised(rows.data.dtype);
+  if (quantised && s.path.rows != rows.data.dtype) {
+    return {StatusCode::kInvalidArgument,
+            fmt::format("{}: rows are {}, but precision {} takes {}bf16 or f32", entry, to_string(rows.data.dtype),
+                        to_string(s.options.precision),
+                        is_quantised(s.path.rows) ? fmt::format("{}, ", to_string(s.path.rows)) : "")};
   }
   if (quantised != rows.scale.is_present()) {
     return {StatusCode::kInvalidArgument,
-            fmt::format("{}: rows are {}, and rows_scale[Hb,R] is {}", entry, rows.data.to_string(),
-                        rows.scale.is_present() ? "given" : "missing")};
+            fmt::format("{}: rows are {}, and rows_scale[{},R] is {}", entry, rows.data.to_string(),
+                        s.path.row_scales ? "1" : "Hb", rows.scale.is_present() ? "given" : "missing")};
   }
-  if (quantised) SLUICE_TRY(binder.bind(pack::kRowsScale, rows.scale, Phase::kRun));
+  if (quantised) {
+    const TensorSpec scale = s.path.row_scales ? pack::kRowsRowScale.repeated() : pack::kRowsScale;
+    SLUICE_TRY(binder.bind(scale, rows.scale, Phase::kRun));
+  }
   for (const auto& [name, view] : {std::pair<std::string_view, const TensorView*>("rows", &rows.data),
                                    {"rows_scale", &rows.scale},
                                    {"out", &out}}) {

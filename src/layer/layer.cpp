@@ -91,8 +91,9 @@ std::string gemm_text(const grouped_gemm::Args& a) {
   return fmt::format("a {}, w {} -> {}", a.a.to_string(), a.w.to_string(), a.out.to_string());
 }
 
-std::string scale_text(const TensorView& quantised, ScaleFormat format) {
-  return quantised.dtype == DType::kE4M3 ? fmt::format(", scales {}", to_string(format)) : "";
+std::string scale_text(const TensorView& quantised, ScaleFormat format, bool row_scales) {
+  if (!is_quantised(quantised.dtype)) return "";
+  return fmt::format(", scales {}{}", to_string(format), row_scales ? ", one a row" : "");
 }
 
 Status resolve_ffn(Layer::State& s, std::string_view prefix, const FfnWeights& weights, const FfnBuffers& b,
@@ -100,15 +101,17 @@ Status resolve_ffn(Layer::State& s, std::string_view prefix, const FfnWeights& w
   const auto up = up_args(weights, b, groups);
   const auto act = act_args(s, b, groups);
   const auto down = down_args(weights, b, groups);
-  SLUICE_TRY(resolve(
-      s, fmt::format("{}pack", prefix), "pack", pack::impls(), pack, &pack::Args::x, {DType::kBF16, DType::kF32},
-      fmt::format("x {} -> {}{}", pack.x.to_string(), pack.rows.to_string(), scale_text(pack.rows, pack.scale_format)),
-      stages.pack));
+  const bool row_scales = has_row_scales(weights);
+  SLUICE_TRY(resolve(s, fmt::format("{}pack", prefix), "pack", pack::impls(), pack, &pack::Args::x,
+                     {DType::kBF16, DType::kF32},
+                     fmt::format("x {} -> {}{}", pack.x.to_string(), pack.rows.to_string(),
+                                 scale_text(pack.rows, pack.scale_format, row_scales)),
+                     stages.pack));
   SLUICE_TRY(
       resolve(s, fmt::format("{}up", prefix), "grouped_gemm", grouped_gemm::impls(), up, gemm_text(up), stages.up));
   SLUICE_TRY(resolve(s, fmt::format("{}swiglu_quant", prefix), "swiglu_quant", swiglu_quant::impls(), act,
                      fmt::format("h {} -> {}{}; {}", act.h.to_string(), act.a.to_string(),
-                                 scale_text(act.a, act.scale_format), describe(act.activation)),
+                                 scale_text(act.a, act.scale_format, row_scales), describe(act.activation)),
                      stages.act));
   return resolve(s, fmt::format("{}down", prefix), "grouped_gemm", grouped_gemm::impls(), down, gemm_text(down),
                  stages.down);
@@ -250,15 +253,15 @@ Result<Layer> Layer::create(const MoeConfig& config, LayerWeights weights, const
                   fmt::format("options: {} rows do not fit the i32 row numbers of a plan (max_tokens = {}, S = {})",
                               state->max_rows(), options.max_tokens, config.top_k));
   }
-  Result<DataPath> path = data_path(options.precision, state->weights.experts.w13.dtype);
+  Result<DataPath> path = data_path(options.precision, state->weights.experts);
   if (!path) return path.status().with_context("experts");
   state->path = *path;
   if (state->has_shared()) {
-    // Checkpoints keep shared experts in bf16 beside e4m3 experts: then they run with bf16 activations.
-    const DType dtype = state->weights.shared.w13.dtype;
+    // Checkpoints keep shared experts in bf16 beside eight-bit experts: then they run with bf16 activations.
+    const bool quantised = is_quantised(state->weights.shared.w13.dtype);
     const bool eight_bit = options.precision == Precision::kW8A8 || options.precision == Precision::kW8A16;
     Result<DataPath> shared =
-        data_path(eight_bit && dtype != DType::kE4M3 ? Precision::kBF16 : options.precision, dtype);
+        data_path(eight_bit && !quantised ? Precision::kBF16 : options.precision, state->weights.shared);
     if (!shared) return shared.status().with_context("shared expert");
     state->shared_path = *shared;
   }

@@ -46,20 +46,28 @@ std::int64_t Layer::State::max_rows() const {
 namespace {
 
 struct FfnNames {
-  std::string_view rows, rows_scale, h, a, a_scale, y;
+  std::string_view rows, rows_scale, rows_row_scale, h, a, a_scale, a_row_scale, y;
 };
-constexpr FfnNames kRoutedNames{"rows[R,H]", "rows_scale[Hb,R]", "h[R,2I]", "a[R,I]", "a_scale[Ib,R]", "y[R,H]"};
-constexpr FfnNames kSharedNames{"shared.rows[T,H]", "shared.rows_scale[Hb,T]", "shared.h[T,2I]",
-                                "shared.a[T,I]",    "shared.a_scale[Ib,T]",    "shared.y[T,H]"};
+constexpr FfnNames kRoutedNames{"rows[R,H]", "rows_scale[Hb,R]", "rows_scale[1,R]", "h[R,2I]",
+                                "a[R,I]",    "a_scale[Ib,R]",    "a_scale[1,R]",    "y[R,H]"};
+constexpr FfnNames kSharedNames{
+    "shared.rows[T,H]", "shared.rows_scale[Hb,T]", "shared.rows_scale[1,T]", "shared.h[T,2I]",
+    "shared.a[T,I]",    "shared.a_scale[Ib,T]",    "shared.a_scale[1,T]",    "shared.y[T,H]"};
 
 FfnBuffers lay_out_ffn(Arena& arena, const FfnNames& names, const DataPath& path, std::int64_t rows,
                        std::int64_t hidden, std::int64_t intermediate) {
   FfnBuffers b;
   b.rows.data = arena.take(names.rows, path.rows, {rows, hidden});
-  if (path.rows == DType::kE4M3) b.rows.scale = arena.take_scale(names.rows_scale, ceil_div(hidden, kScaleBlock), rows);
+  if (is_quantised(path.rows)) {
+    b.rows.scale = arena.take_scale(path.row_scales ? names.rows_row_scale : names.rows_scale,
+                                    path.scale_blocks(hidden), rows);
+  }
   b.h = arena.take(names.h, path.h, {rows, 2 * intermediate});
   b.a.data = arena.take(names.a, path.a, {rows, intermediate});
-  if (path.a == DType::kE4M3) b.a.scale = arena.take_scale(names.a_scale, ceil_div(intermediate, kScaleBlock), rows);
+  if (is_quantised(path.a)) {
+    b.a.scale = arena.take_scale(path.row_scales ? names.a_row_scale : names.a_scale, path.scale_blocks(intermediate),
+                                 rows);
+  }
   b.y = arena.take(names.y, path.y, {rows, hidden});
   return b;
 }

@@ -43,13 +43,41 @@ HWY_INLINE void LoadToken(const Args& args, std::int64_t t, std::int64_t column,
   }
 }
 
+// The quantised row r from token t. With one scale for the row its amax takes a first pass over the token, which the
+// second then finds in cache.
+void QuantiseRow(const Args& args, std::int64_t t, std::int64_t r, const float* weight) {
+  const std::int64_t hidden = args.x.shape[1];
+  const bool row_scale = args.rows_scale.shape[0] == 1;
+  auto* const row = reinterpret_cast<std::uint8_t*>(args.rows.row(r));
+  float* const scale_out = args.rows_scale.as<float>() + r * args.rows_scale.stride[1];
+  HWY_ALIGN float buffer[simd::kColumns];
+  float scale = 0;
+  if (row_scale) {
+    float amax = 0;
+    for (std::int64_t column = 0; column < hidden; column += kScaleBlock) {
+      LoadToken(args, t, column, static_cast<std::size_t>(std::min(kScaleBlock, hidden - column)), weight, buffer);
+      amax = std::max(amax, simd::AmaxColumns(buffer));
+    }
+    *scale_out = scale = simd::ScaleOf(amax, args.rows.dtype, args.scale_format);
+  }
+  for (std::int64_t column = 0; column < hidden; column += kScaleBlock) {
+    const auto n = static_cast<std::size_t>(std::min(kScaleBlock, hidden - column));
+    LoadToken(args, t, column, n, weight, buffer);
+    if (!row_scale) {
+      scale = simd::ScaleOf(simd::AmaxColumns(buffer), args.rows.dtype, args.scale_format);
+      scale_out[column / kScaleBlock * args.rows_scale.stride[0]] = scale;
+    }
+    simd::EncodeColumns(buffer, n, args.rows.dtype, scale, row + column);
+  }
+}
+
 // Row r from token t.
 void MakeRow(const Args& args, std::int64_t t, std::int64_t r, const float* weight) {
   const std::int64_t hidden = args.x.shape[1];
   std::byte* const row = args.rows.row(r);
   if (args.x.dtype == args.rows.dtype && weight == nullptr) {
     std::memcpy(row, args.x.row(t), static_cast<std::size_t>(hidden * size_bytes(args.x.dtype)));
-    if (args.x.dtype != DType::kE4M3) return;
+    if (!is_quantised(args.x.dtype)) return;
     const float* const from = args.x_scale.as<const float>() + t * args.x_scale.stride[1];
     float* const to = args.rows_scale.as<float>() + r * args.rows_scale.stride[1];
     for (std::int64_t b = 0; b < args.x_scale.shape[0]; ++b) {
@@ -57,16 +85,12 @@ void MakeRow(const Args& args, std::int64_t t, std::int64_t r, const float* weig
     }
     return;
   }
+  if (is_quantised(args.rows.dtype)) return QuantiseRow(args, t, r, weight);
   HWY_ALIGN float buffer[simd::kColumns];
   for (std::int64_t column = 0; column < hidden; column += kScaleBlock) {
     const auto n = static_cast<std::size_t>(std::min(kScaleBlock, hidden - column));
     LoadToken(args, t, column, n, weight, buffer);
-    if (args.rows.dtype == DType::kE4M3) {
-      const float scale =
-          simd::QuantiseColumns(buffer, n, args.scale_format, reinterpret_cast<std::uint8_t*>(row) + column);
-      args.rows_scale.as<float>()[column / kScaleBlock * args.rows_scale.stride[0] + r * args.rows_scale.stride[1]] =
-          scale;
-    } else if (args.rows.dtype == DType::kBF16) {
+    if (args.rows.dtype == DType::kBF16) {
       simd::StoreColumns(buffer, n, reinterpret_cast<std::uint16_t*>(row) + column);
     } else {
       simd::StoreColumns(buffer, n, reinterpret_cast<float*>(row) + column);

@@ -14,17 +14,22 @@ namespace {
 
 void quantise_row(const std::vector<float>& v, const Args& args, std::int64_t r) {
   auto* const row = args.rows.as<std::uint8_t>() + r * args.rows.stride[0];
-  for (std::size_t begin = 0; begin < v.size(); begin += kScaleBlock) {
-    const std::size_t end = std::min<std::size_t>(v.size(), begin + kScaleBlock);
+  const bool int8 = args.rows.dtype == DType::kI8;
+  const std::size_t group = args.rows_scale.shape[0] == 1 ? v.size() : kScaleBlock;
+  for (std::size_t begin = 0; begin < v.size(); begin += group) {
+    const std::size_t end = std::min<std::size_t>(v.size(), begin + group);
     float amax = 0;
     for (std::size_t h = begin; h < end; ++h) {
       if (std::isfinite(v[h])) amax = std::fmax(amax, std::fabs(v[h]));
     }
-    float scale = std::fmax(amax, 1e-10f) / 448.0f;
+    float scale = std::fmax(amax, 1e-10f) / (int8 ? 127.0f : 448.0f);
     if (args.scale_format == ScaleFormat::kUe8m0) scale = reference::power_of_two_from(scale);
-    const std::int64_t b = static_cast<std::int64_t>(begin) / kScaleBlock;
+    const std::int64_t b = static_cast<std::int64_t>(begin / group);
     args.rows_scale.as<float>()[b * args.rows_scale.stride[0] + r * args.rows_scale.stride[1]] = scale;
-    for (std::size_t h = begin; h < end; ++h) row[h] = reference::e4m3_from_f32(v[h] / scale);
+    for (std::size_t h = begin; h < end; ++h) {
+      const float quotient = v[h] / scale;
+      row[h] = int8 ? reference::i8_from_f32(quotient) : reference::e4m3_from_f32(quotient);
+    }
   }
 }
 
@@ -75,7 +80,7 @@ Status run_reference(const Args& args, const Ctx&) {
   for (std::int64_t r = 0; r < num_rows; ++r) {
     if (!owned[static_cast<std::size_t>(r)]) continue;
     const std::int64_t t = args.row_token.is_present() ? args.row_token.as<std::int32_t>()[r] : r;
-    if (args.x.dtype == DType::kE4M3) {
+    if (is_quantised(args.x.dtype)) {
       move_row(args, t, r);
       continue;
     }
@@ -91,7 +96,7 @@ Status run_reference(const Args& args, const Ctx&) {
       }
       v[static_cast<std::size_t>(h)] = value;
     }
-    if (args.rows.dtype == DType::kE4M3) quantise_row(v, args, r);
+    if (is_quantised(args.rows.dtype)) quantise_row(v, args, r);
     for (std::int64_t h = 0; h < hidden; ++h) {
       const std::int64_t to = r * args.rows.stride[0] + h;
       const float value = v[static_cast<std::size_t>(h)];

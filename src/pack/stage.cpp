@@ -21,13 +21,20 @@ std::string describe_cpu(const Args& args, const Machine& machine);
 namespace {
 
 Status always(const Args&, const Machine&) { return Status::ok(); }
+
 #ifdef SLUICE_WITH_CUDA
-Status on_gpu(const Args&, const Machine& machine) { return device::runs_plain_kernels(machine); }
+Status can_run_cuda(const Args& args, const Machine& machine) {
+  SLUICE_TRY(device::runs_plain_kernels(machine));
+  if (args.rows.dtype == DType::kI8) return {StatusCode::kUnsupported, "int8 is not written yet"};
+  if (!is_quantised(args.rows.dtype) || args.rows_scale.shape[0] == ceil_div(args.rows.shape[1], kScaleBlock))
+    return Status::ok();
+  return {StatusCode::kUnsupported, "one scale a row is not written yet"};
+}
 #endif
 
 constexpr Impl<Args> kImpls[] = {
 #ifdef SLUICE_WITH_CUDA
-    {"cuda", DeviceKind::kCuda, on_gpu, nullptr, nullptr, run_cuda},
+    {"cuda", DeviceKind::kCuda, can_run_cuda, nullptr, nullptr, run_cuda},
 #endif
     {"cpu", DeviceKind::kCpu, always, scratch_bytes_cpu, describe_cpu, run_cpu},
     {"reference", DeviceKind::kCpu, always, nullptr, nullptr, run_reference},
@@ -35,16 +42,23 @@ constexpr Impl<Args> kImpls[] = {
 
 }  // namespace
 
+// int8 has one scale a row; e4m3 that or one for 128 columns, told apart by shape.
+static Status bind_scale(AxisBinder& binder, const TensorView& values, const TensorSpec& blocks, const TensorSpec& rows,
+                         const TensorView& scale, Phase phase) {
+  if (values.dtype == DType::kI8) return binder.bind(rows, scale, phase);
+  return binder.bind_either(blocks, rows, scale, phase);
+}
+
 Status check(const Args& args, Phase phase) {
   const auto fail = [](std::string text) { return Status(StatusCode::kInvalidArgument, "pack: " + std::move(text)); };
   AxisBinder binder("pack");
   SLUICE_TRY(binder.bind(kX, args.x, phase));
-  const bool x_quantised = args.x.dtype == DType::kE4M3;
+  const bool x_quantised = is_quantised(args.x.dtype);
   if (args.x_scale.is_present() != x_quantised) {
-    return fail(fmt::format("x is {} and x_scale is {}; x_scale must be present exactly when x is e4m3",
+    return fail(fmt::format("x is {} and x_scale is {}; x_scale must be present exactly when x is e4m3 or i8",
                             args.x.to_string(), args.x_scale.to_string()));
   }
-  SLUICE_TRY(binder.bind(kXScale, args.x_scale, phase));
+  SLUICE_TRY(bind_scale(binder, args.x, kXScale, kXRowScale, args.x_scale, phase));
   if (args.row_token.is_present()) {
     SLUICE_TRY(binder.bind(kRowToken, args.row_token, phase));
   } else {
@@ -55,14 +69,24 @@ Status check(const Args& args, Phase phase) {
   if (args.rows.shape[0] > std::numeric_limits<std::int32_t>::max()) {
     return fail(fmt::format("rows = {} has more rows than an i32 can number", args.rows.to_string()));
   }
-  const bool rows_quantised = args.rows.dtype == DType::kE4M3;
+  const bool rows_quantised = is_quantised(args.rows.dtype);
   if (args.rows_scale.is_present() != rows_quantised) {
-    return fail(fmt::format("rows is {} and rows_scale is {}; rows_scale must be present exactly when rows is e4m3",
-                            args.rows.to_string(), args.rows_scale.to_string()));
+    return fail(
+        fmt::format("rows is {} and rows_scale is {}; rows_scale must be present exactly when rows is e4m3 or i8",
+                    args.rows.to_string(), args.rows_scale.to_string()));
   }
-  SLUICE_TRY(binder.bind(kRowsScale, args.rows_scale, phase));
-  if (x_quantised && !rows_quantised) {
-    return fail(fmt::format("x is e4m3, so rows must be e4m3, got {}", args.rows.to_string()));
+  SLUICE_TRY(bind_scale(binder, args.rows, kRowsScale, kRowsRowScale, args.rows_scale, phase));
+  if (x_quantised && args.rows.dtype != args.x.dtype) {
+    return fail(fmt::format("x is {0}, so rows must be {0}, got {1}", to_string(args.x.dtype), args.rows.to_string()));
+  }
+  if (x_quantised && args.rows_scale.shape[0] != args.x_scale.shape[0]) {
+    return fail(
+        fmt::format("x_scale is {} and rows_scale is {}; scales are moved, so both have one for 128 columns or "
+                    "both one a row",
+                    args.x_scale.to_string(), args.rows_scale.to_string()));
+  }
+  if (args.rows.dtype == DType::kI8 && !x_quantised && args.scale_format != ScaleFormat::kF32) {
+    return fail(fmt::format("scale_format is {}, but i8 rows have f32 scales", to_string(args.scale_format)));
   }
   if (args.num_rows.is_present()) SLUICE_TRY(binder.bind(kNumRows, args.num_rows, phase));
   if (args.groups.form != RowGroups::Form::kWhole) {
@@ -72,7 +96,9 @@ Status check(const Args& args, Phase phase) {
     SLUICE_TRY(check_row_groups("pack", args.groups, num_groups, args.rows.shape[0], phase));
   }
   if (args.weight.is_present()) {
-    if (x_quantised) return fail("weight cannot be applied to an x that is e4m3 already");
+    if (x_quantised) {
+      return fail(fmt::format("weight cannot be applied to an x that is {} already", to_string(args.x.dtype)));
+    }
     if (!args.row_slot.is_present()) return fail("weight[T,S] needs row_slot[R], which is missing");
     SLUICE_TRY(binder.bind(kWeight, args.weight, phase));
   }

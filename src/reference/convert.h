@@ -55,4 +55,15 @@ inline std::uint8_t e4m3_from_f32(float value) {
   return static_cast<std::uint8_t>(sign | (below + (up ? 1 : 0)));
 }
 
+// The byte of the nearest integer in [-127, 127], the even one at the same distance; NaN becomes 0.
+inline std::uint8_t i8_from_f32(float value) {
+  if (std::isnan(value)) return 0;
+  const double clamped = std::fmin(std::fmax(static_cast<double>(value), -127.0), 127.0);
+  const double below = std::floor(clamped);
+  const double distance = clamped - below;
+  const bool up = distance > 0.5 || (distance == 0.5 && std::fmod(below, 2.0) != 0.0);
+  const int nearest = static_cast<int>(below) + (up ? 1 : 0);
+  return static_cast<std::uint8_t>(nearest < 0 ? nearest + 256 : nearest);
+}
+
 }  // namespace sluice::reference

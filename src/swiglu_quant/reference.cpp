@@ -43,20 +43,23 @@ void row(const Args& args, std::int64_t r) {
     if (args.a.dtype == DType::kF32) args.a.as<float>()[to] = value;
     if (args.a.dtype == DType::kBF16) args.a.as<std::uint16_t>()[to] = reference::bf16_from_f32(value);
   }
-  if (args.a.dtype != DType::kE4M3) return;
-  for (std::int64_t b = 0; b * kScaleBlock < width; ++b) {
-    const std::int64_t end = std::min(width, (b + 1) * kScaleBlock);
+  if (!is_quantised(args.a.dtype)) return;
+  const bool int8 = args.a.dtype == DType::kI8;
+  const std::int64_t group = args.a_scale.shape[0] == 1 ? width : kScaleBlock;
+  for (std::int64_t b = 0; b * group < width; ++b) {
+    const std::int64_t end = std::min(width, (b + 1) * group);
     float amax = 0;
-    for (std::int64_t i = b * kScaleBlock; i < end; ++i) {
+    for (std::int64_t i = b * group; i < end; ++i) {
       const float value = v[static_cast<std::size_t>(i)];
       if (std::isfinite(value)) amax = std::fmax(amax, std::fabs(value));
     }
-    float scale = std::fmax(amax, 1e-10f) / 448.0f;
+    float scale = std::fmax(amax, 1e-10f) / (int8 ? 127.0f : 448.0f);
     if (args.scale_format == ScaleFormat::kUe8m0) scale = reference::power_of_two_from(scale);
     args.a_scale.as<float>()[b * args.a_scale.stride[0] + r * args.a_scale.stride[1]] = scale;
-    for (std::int64_t i = b * kScaleBlock; i < end; ++i) {
+    for (std::int64_t i = b * group; i < end; ++i) {
+      const float quotient = v[static_cast<std::size_t>(i)] / scale;
       args.a.as<std::uint8_t>()[r * args.a.stride[0] + i] =
-          reference::e4m3_from_f32(v[static_cast<std::size_t>(i)] / scale);
+          int8 ? reference::i8_from_f32(quotient) : reference::e4m3_from_f32(quotient);
     }
   }
 }

@@ -14,20 +14,28 @@ namespace sluice::swiglu_quant {
 
 Status run_reference(const Args& args, const Ctx& ctx);
 Status run_cpu(const Args& args, const Ctx& ctx);
+std::int64_t scratch_bytes_cpu(const Args& args, const Machine& machine);
 std::string describe_cpu(const Args& args, const Machine& machine);
 
 namespace {
 
 Status always(const Args&, const Machine&) { return Status::ok(); }
+
 #ifdef SLUICE_WITH_CUDA
-Status on_gpu(const Args&, const Machine& machine) { return device::runs_plain_kernels(machine); }
+Status can_run_cuda(const Args& args, const Machine& machine) {
+  SLUICE_TRY(device::runs_plain_kernels(machine));
+  if (args.a.dtype == DType::kI8) return {StatusCode::kUnsupported, "int8 is not written yet"};
+  if (!is_quantised(args.a.dtype) || args.a_scale.shape[0] == ceil_div(args.a.shape[1], kScaleBlock))
+    return Status::ok();
+  return {StatusCode::kUnsupported, "one scale a row is not written yet"};
+}
 #endif
 
 constexpr Impl<Args> kImpls[] = {
 #ifdef SLUICE_WITH_CUDA
-    {"cuda", DeviceKind::kCuda, on_gpu, nullptr, nullptr, run_cuda},
+    {"cuda", DeviceKind::kCuda, can_run_cuda, nullptr, nullptr, run_cuda},
 #endif
-    {"cpu", DeviceKind::kCpu, always, nullptr, describe_cpu, run_cpu},
+    {"cpu", DeviceKind::kCpu, always, scratch_bytes_cpu, describe_cpu, run_cpu},
     {"reference", DeviceKind::kCpu, always, nullptr, nullptr, run_reference},
 };
 
@@ -55,12 +63,21 @@ Status check(const Args& args, Phase phase) {
   AxisBinder binder("swiglu_quant");
   SLUICE_TRY(binder.bind(kH, args.h, phase));
   SLUICE_TRY(binder.bind(kA, args.a, phase));
-  if (args.a_scale.is_present() != (args.a.dtype == DType::kE4M3)) {
+  if (args.a_scale.is_present() != is_quantised(args.a.dtype)) {
     return {StatusCode::kInvalidArgument,
-            fmt::format("swiglu_quant: a is {} and a_scale is {}; a_scale must be present exactly when a is e4m3",
+            fmt::format("swiglu_quant: a is {} and a_scale is {}; a_scale must be present exactly when a is e4m3 or i8",
                         args.a.to_string(), args.a_scale.to_string())};
   }
-  SLUICE_TRY(binder.bind(kAScale, args.a_scale, phase));
+  // int8 has one scale a row; e4m3 that or one for 128 columns, told apart by shape.
+  if (args.a.dtype == DType::kI8) {
+    SLUICE_TRY(binder.bind(kARowScale, args.a_scale, phase));
+    if (args.scale_format != ScaleFormat::kF32) {
+      return {StatusCode::kInvalidArgument, fmt::format("swiglu_quant: scale_format is {}, but i8 rows have f32 scales",
+                                                        to_string(args.scale_format))};
+    }
+  } else {
+    SLUICE_TRY(binder.bind_either(kAScale, kARowScale, args.a_scale, phase));
+  }
   SLUICE_TRY(check_row_groups("swiglu_quant", args.groups, args.groups.num_groups(), args.h.shape[0], phase));
   return check_activation(args.activation);
 }

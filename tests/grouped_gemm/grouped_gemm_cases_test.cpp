@@ -15,7 +15,7 @@ using testing::HasSubstr;
 
 Status run_args(const grouped_gemm::Args& args, int num_threads = 1) {
   SLUICE_TRY(grouped_gemm::check(args));
-  const auto& impl = grouped_gemm::impls()[0];
+  const auto& impl = on_cpu(grouped_gemm::impls()).front();
   std::vector<std::byte> scratch(static_cast<std::size_t>(impl.scratch_bytes(args, Machine::detect_cpu(num_threads))));
   return impl.run(args, Ctx{.workspace = scratch, .num_threads = num_threads});
 }

@@ -321,7 +321,7 @@ TEST_F(GroupedGemmCheck, TheFixtureItselfIsLegal) {
 
 TEST_F(GroupedGemmCheck, Extents) {
   args_.w.shape[2] = 299;
-  EXPECT_THAT(refusal(), HasSubstr("w[L,N,K] f32 or bf16 or e4m3 axis 2 (K) is 299, expected 300"));
+  EXPECT_THAT(refusal(), HasSubstr("w[L,N,K] f32 or bf16 or e4m3 or i8 axis 2 (K) is 299, expected 300"));
   args_ = p_.args;
   args_.out = out_.view().slice(0, 6);
   EXPECT_THAT(refusal(), HasSubstr("out[R,N] f32 or bf16 axis 0 (R) is 6, expected 7"));
@@ -352,7 +352,7 @@ TEST_F(GroupedGemmCheck, Presence) {
   args_.w_scale = p_.args.w_scale;
   Buffer bf16(DType::kBF16, {2, 260, 300});
   args_.w = bf16.view();
-  EXPECT_THAT(refusal(), HasSubstr("w is bf16, but w_scale = f32[2,4,3] is given; only e4m3 is scaled"));
+  EXPECT_THAT(refusal(), HasSubstr("w is bf16, but w_scale = f32[2,4,3] is given; only e4m3 and i8 are scaled"));
 }
 
 TEST_F(GroupedGemmCheck, DTypes) {
@@ -361,7 +361,7 @@ TEST_F(GroupedGemmCheck, DTypes) {
   args_ = p_.args;
   args_.out = out_.view();
   args_.a.dtype = DType::kE5M2;
-  EXPECT_THAT(refusal(), HasSubstr("a must be f32 or bf16 or e4m3, got e5m2"));
+  EXPECT_THAT(refusal(), HasSubstr("a must be f32 or bf16 or e4m3 or i8, got e5m2"));
 }
 
 TEST_F(GroupedGemmCheck, Groups) {
@@ -374,7 +374,7 @@ TEST_F(GroupedGemmCheck, Groups) {
 
 TEST_F(GroupedGemmCheck, Strides) {
   args_.w.stride[2] = 2;
-  EXPECT_THAT(refusal(), HasSubstr("w[L,N,K] f32 or bf16 or e4m3 axis 2 has stride 2"));
+  EXPECT_THAT(refusal(), HasSubstr("w[L,N,K] f32 or bf16 or e4m3 or i8 axis 2 has stride 2"));
   args_.w = p_.args.w;
   args_.out.stride[0] = 259;
   EXPECT_THAT(refusal(), HasSubstr("out[R,N] f32 or bf16 axis 0 has stride 259 elements, expected at least 260"));
@@ -386,7 +386,7 @@ TEST_F(GroupedGemmCheck, Devices) {
 }
 
 TEST_F(GroupedGemmCheck, WorkspaceTooSmall) {
-  const auto& impl = grouped_gemm::impls()[0];
+  const auto& impl = on_cpu(grouped_gemm::impls()).front();
   const Machine machine = Machine::detect_cpu(2);
   std::vector<std::byte> scratch(static_cast<std::size_t>(impl.scratch_bytes(args_, machine)));
   const Ctx enough{.workspace = scratch, .num_threads = 2};

@@ -14,6 +14,7 @@
 #include "harness/buffer.h"
 #include "harness/codec.h"
 #include "harness/compare.h"
+#include "harness/impls.h"
 #include "harness/targets.h"
 #include "sluice/stage/grouped_gemm.h"
 
@@ -30,12 +31,17 @@ struct Spec {
   std::int64_t rows_per_group = 0;  // > 0: masked
   std::int64_t unowned_rows = 2;    // after the last group of the contiguous form
   bool scale_by_row = false;        // a_scale as [R,Kb] in memory
+  bool row_scales = false;          // one scale a row instead of blocks; i8 always has them so
+  bool repeat_a_scale = false;      // row scales with a stride of 0: one value for the tensor
+  bool repeat_w_scale = false;      // the same along N: one value an expert
   bool pitched = true;
   Fill fill = Fill::kReal;
   std::uint64_t seed = 1;
 };
 
 inline std::int64_t ceil128(std::int64_t x) { return (x + 127) / 128; }
+inline bool is_scaled(DType dtype) { return dtype == DType::kE4M3 || dtype == DType::kI8; }
+inline bool has_row_scales(const Spec& s) { return s.row_scales || s.a == DType::kI8 || s.w == DType::kI8; }
 
 struct Problem {
   Spec spec;
@@ -49,12 +55,12 @@ struct Problem {
         num_rows(rows_of(s)),
         a(s.a, {num_rows, s.k}, {.row_pitch_elems = s.k + (s.pitched ? 5 : 0), .offset_elems = 1}),
         w(s.w, {experts(), s.n, s.k}, {.row_pitch_elems = s.k + (s.pitched ? 3 : 0), .offset_elems = 3}),
-        w_scale(DType::kF32, {experts(), scale_rows(), ceil128(s.k)},
-                {.row_pitch_elems = ceil128(s.k) + (s.pitched ? 2 : 0), .offset_elems = 1}),
+        w_scale(DType::kF32, {experts(), scale_rows(), scale_cols()},
+                {.row_pitch_elems = scale_cols() + (s.pitched ? 2 : 0), .offset_elems = 1}),
         bias(DType::kF32, {experts(), s.n}, {.row_pitch_elems = s.n + 1, .offset_elems = 5}),
         groups(DType::kI32, {s.rows_per_group > 0 ? experts() : experts() + 1}, {.offset_elems = 1}) {
-    const std::int64_t kb = ceil128(s.k);
-    if (s.a == DType::kE4M3) {
+    const std::int64_t kb = scale_cols();
+    if (is_scaled(s.a)) {
       a_scale.emplace(s.scale_by_row
                           ? Buffer(DType::kF32, {num_rows, kb}, {.row_pitch_elems = kb + 1, .offset_elems = 3})
                           : Buffer(DType::kF32, {kb, num_rows}, {.row_pitch_elems = num_rows + 7, .offset_elems = 3}));
@@ -71,14 +77,18 @@ struct Problem {
     }
     args.a = a.view();
     args.w = w.view();
-    if (s.w == DType::kE4M3) args.w_scale = w_scale.view();
+    if (is_scaled(s.w)) args.w_scale = w_scale.view();
+    if (s.repeat_a_scale) args.a_scale.stride[1] = 0;
+    if (s.repeat_w_scale) args.w_scale.stride[1] = 0;
     if (s.bias) args.bias = bias.view();
     args.part_rows = s.part_rows;
     fill();
   }
 
   std::int64_t experts() const { return static_cast<std::int64_t>(spec.counts.size()); }
+  std::int64_t scale_cols() const { return has_row_scales(spec) ? 1 : ceil128(spec.k); }
   std::int64_t scale_rows() const {
+    if (has_row_scales(spec)) return spec.n;
     const std::int64_t part = spec.part_rows > 0 ? spec.part_rows : spec.n;
     return spec.n / part * ceil128(part);
   }
@@ -121,6 +131,9 @@ struct Problem {
       bias.fill_random_bits(spec.seed + 3);
       if (a_scale) a_scale->fill_random_bits(spec.seed + 4);
     }
+    // Normal values would leave most of i8 unused.
+    if (spec.fill == Fill::kReal && spec.a == DType::kI8) a.fill_integers(spec.seed, -128, 127);
+    if (spec.fill == Fill::kReal && spec.w == DType::kI8) w.fill_integers(spec.seed + 1, -128, 127);
     poison_unowned();
   }
 
@@ -128,8 +141,8 @@ struct Problem {
     for (std::int64_t r = 0; r < num_rows; ++r) {
       if (is_owned(r)) continue;
       for (std::int64_t k = 0; k < spec.k; ++k) a.set(r * spec.k + k, NAN);
-      for (std::int64_t b = 0; a_scale && b < ceil128(spec.k); ++b) {
-        a_scale->set(spec.scale_by_row ? r * ceil128(spec.k) + b : b * num_rows + r, NAN);
+      for (std::int64_t b = 0; a_scale && b < scale_cols() && !spec.repeat_a_scale; ++b) {
+        a_scale->set(spec.scale_by_row ? r * scale_cols() + b : b * num_rows + r, NAN);
       }
     }
   }
@@ -145,7 +158,9 @@ struct Problem {
     std::vector<float> av, wv, as, ws, bv;
     for (double x : a.to_doubles()) av.push_back(static_cast<float>(x));
     for (double x : w.to_doubles()) wv.push_back(static_cast<float>(x));
-    for (double x : w_scale.to_doubles()) ws.push_back(static_cast<float>(x));
+    for (double x : is_scaled(spec.w) ? to_doubles(args.w_scale) : std::vector<double>{}) {
+      ws.push_back(static_cast<float>(x));
+    }
     for (double x : bias.to_doubles()) bv.push_back(static_cast<float>(x));
     if (a_scale) {
       for (double x : to_doubles(args.a_scale)) as.push_back(static_cast<float>(x));  // [Kb,R]
@@ -161,11 +176,18 @@ struct Problem {
         for (std::int64_t n = 0; n < spec.n; ++n) {
           const std::int64_t scale_row = n / part * ceil128(part) + n % part / 128;
           float acc = 0.0F;
+          std::int64_t integer = 0;
           for (std::int64_t b = 0; b < ceil128(spec.k); ++b) {
             float p = 0.0F;
             for (std::int64_t k = b * 128; k < std::min(spec.k, b * 128 + 128); ++k) {
-              p = mul_add(av[static_cast<std::size_t>(r * spec.k + k)],
-                          wv[static_cast<std::size_t>((e * spec.n + n) * spec.k + k)], p);
+              const float x = av[static_cast<std::size_t>(r * spec.k + k)];
+              const float y = wv[static_cast<std::size_t>((e * spec.n + n) * spec.k + k)];
+              p = mul_add(x, y, p);
+              if (spec.a == DType::kI8) integer += static_cast<std::int64_t>(x) * static_cast<std::int64_t>(y);
+            }
+            if (has_row_scales(spec)) {
+              acc = acc + p;
+              continue;
             }
             const float w_s = spec.w == DType::kE4M3
                                   ? ws[static_cast<std::size_t>((e * scale_rows() + scale_row) * ceil128(spec.k) + b)]
@@ -177,6 +199,13 @@ struct Problem {
             } else {
               acc = acc + p;
             }
+          }
+          if (has_row_scales(spec)) {
+            if (spec.a == DType::kI8) acc = static_cast<float>(integer);
+            const float w_s = is_scaled(spec.w) ? ws[static_cast<std::size_t>(e * spec.n + n)] : 1.0F;
+            const float a_s = a_scale ? as[static_cast<std::size_t>(r)] : 1.0F;
+            const float s = a_s * w_s;
+            acc = acc * s;
           }
           if (spec.bias) acc = acc + bv[static_cast<std::size_t>(e * spec.n + n)];
           if (std::isnan(acc)) acc = NAN;

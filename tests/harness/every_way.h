@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "harness/buffer.h"
+#include "harness/impls.h"
 #include "hwy/targets.h"
 #include "sluice/core.h"
 

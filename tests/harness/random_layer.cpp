@@ -26,7 +26,10 @@ class Builder {
     const std::int64_t ib = ceil_div(intermediate, kScaleBlock);
     w.w13 = matrix(groups, 2 * intermediate, hidden, dtype, 3);
     w.w2 = matrix(groups, hidden, intermediate, dtype, 1);
-    if (dtype == DType::kE4M3) {
+    if (dtype == DType::kI8 || (dtype == DType::kE4M3 && options_.row_scales)) {
+      w.w13_scale = scale(groups, 2 * intermediate, 1);
+      w.w2_scale = scale(groups, hidden, 1);
+    } else if (dtype == DType::kE4M3) {
       w.w13_scale = scale(groups, 2 * ib, hb);
       w.w2_scale = scale(groups, hb, ib);
     }
@@ -40,8 +43,10 @@ class Builder {
   TensorView matrix(std::int64_t groups, std::int64_t rows, std::int64_t cols, DType dtype, int ones) {
     Buffer& b = add(dtype, {groups, rows, cols});
     if (!options_.exact) {
-      // Unscaled e4m3 wants its values spread over the format's range; the scales bring them down.
-      const double sigma = dtype == DType::kE4M3 ? 60.0 : 1.0 / std::sqrt(static_cast<double>(cols));
+      // Unscaled e4m3 and i8 want their values spread over the format's range; the scales bring them down.
+      const double sigma = dtype == DType::kE4M3 ? 60.0
+                           : dtype == DType::kI8 ? 36.0
+                                                 : 1.0 / std::sqrt(static_cast<double>(cols));
       return b.fill_normal(seed(), sigma).view();
     }
     b.fill_constant(0.0);

@@ -10,13 +10,14 @@
 namespace sluice::test {
 
 struct RandomLayerOptions {
-  DType expert_dtype = DType::kBF16;  // e4m3 brings 128x128 scales
+  DType expert_dtype = DType::kBF16;  // e4m3 brings 128x128 scales, i8 one scale a row
   DType shared_dtype = DType::kBF16;
   bool expert_bias = false;
   std::uint64_t seed = 1;
   // Small integers and selections instead of real values, so that every sum is exact in fp32 and every path gives one
   // answer: w13 in {-1,0,1} with few ones per row, w2 one entry of 1 or 2 per row, scales powers of two.
   bool exact = false;
+  bool row_scales = false;  // e4m3 too has one scale a row
 };
 
 // Owns the memory its weights point into.
