@@ -82,11 +82,11 @@ Buffer some_experts(const TensorView& device, const std::vector<std::int64_t>& c
   return host;
 }
 
-class Shapes : public GpuTest, public testing::WithParamInterface<Shape> {};
-INSTANTIATE_TEST_SUITE_P(RealModels, Shapes, testing::ValuesIn(kShapes),
+class ShapesCuda : public GpuTest, public testing::WithParamInterface<Shape> {};
+INSTANTIATE_TEST_SUITE_P(RealModels, ShapesCuda, testing::ValuesIn(kShapes),
                          [](const auto& p) { return std::string(p.param.name); });
 
-TEST_P(Shapes, SampledRowsAreTheReferences) {
+TEST_P(ShapesCuda, SampledRowsAreTheReferences) {
   const Shape& s = GetParam();
   MoeConfig config;
   config.hidden = s.hidden;
