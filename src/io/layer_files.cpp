@@ -129,12 +129,15 @@ void judge_e4m3(const QuantConfig& quant, Found& found) {
   } else if (quant.block_rows == 0 && quant.strategy == "channel") {
     found.format = StoredFormat::kE4M3Channel;
     found.text = "e4m3 per channel";
+  } else if (quant.block_rows == 0 && quant.strategy == "tensor") {
+    found.format = StoredFormat::kE4M3Tensor;
+    found.text = "e4m3 per tensor";
   } else if (quant.block_rows == 0 && !quant.strategy.empty()) {
     found.format = StoredFormat::kOther;
     found.text = fmt::format("e4m3 per {}", quant.strategy);
-    found.cannot_run =
-        fmt::format("the weights are e4m3 with a scale per {}; Sluice runs a scale per 128x128 block or per channel",
-                    quant.strategy);
+    found.cannot_run = fmt::format(
+        "the weights are e4m3 with a scale per {}; Sluice runs a scale per 128x128 block, channel or tensor",
+        quant.strategy);
   } else {
     found.format = StoredFormat::kOther;
     found.text =
@@ -245,9 +248,14 @@ void take_split(Finder& finder, const Found& found, const std::vector<ModuleName
     if (found.format == StoredFormat::kPlain) return;
     finder.must_not_be_ignored(module);
     auto shape = scale_shape(found.format, rows, cols);
-    // Some tools leave out the axis of one.
+    // Some tools leave out an axis of one.
     const TensorRef scale = finder.catalog().find(module + found.scale_suffix);
-    if (is_per_channel(found.format) && scale && scale.entry->shape.size() == 1) shape = {rows};
+    const std::size_t rank = scale ? scale.entry->shape.size() : 1;
+    if (found.format == StoredFormat::kE4M3Tensor) {
+      shape.assign(std::min<std::size_t>(rank, 2), 1);
+    } else if (is_per_channel(found.format) && rank == 1) {
+      shape = {rows};
+    }
     scales.push_back(finder.need(module + found.scale_suffix, scale_dtypes(found.format), shape, "scale not loaded"));
   };
   for (const ModuleNames& n : names) {
@@ -321,9 +329,10 @@ void take_fused(Finder& finder, const Found& found, const std::string& prefix, c
     }
     case StoredFormat::kE4M3Channel:
     case StoredFormat::kInt8Channel:
+    case StoredFormat::kE4M3Tensor:
       ffn.format = StoredFormat::kOther;
-      ffn.cannot_run = fmt::format("{} is fused and {}; per-channel weights are read from one tensor per expert",
-                                   gate_up, found.text);
+      ffn.cannot_run =
+          fmt::format("{} is fused and {}; such weights are read from one tensor per expert", gate_up, found.text);
       return;
     case StoredFormat::kOther: return;
   }
@@ -368,7 +377,6 @@ std::vector<Precision> LayerFiles::precisions() const {
   // Every FFN of the layer must have a path; kBF16 dequantises what is kept otherwise.
   const auto has_path = [](Precision precision, const StoredFfn& ffn) {
     if (!ffn.present || precision == Precision::kBF16) return true;
-    if (is_per_channel(ffn.format)) return false;  // until the stages take scales of rows
     return data_path(precision, is_kept(ffn.format) ? ffn.dtype : DType::kBF16).is_ok();
   };
   std::vector<Precision> all;

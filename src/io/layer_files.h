@@ -16,12 +16,15 @@ enum class StoredFormat : std::uint8_t {
   kE4M3Block,    // e4m3, a scale per 128 x 128
   kE4M3Channel,  // e4m3, a scale per output row
   kInt8Channel,  // int8, a scale per output row, no zero points
+  kE4M3Tensor,   // e4m3, one scale; loaded as the same one for every row
   kE4M3Mx,       // e4m3, an e8m0 scale per 32 columns
   kMxfp4,        // e2m1 pairs, an e8m0 scale per 32 columns
   kOther,        // recognised, and not runnable
 };
+// Whether the layer sees a scale per output row.
 constexpr bool is_per_channel(StoredFormat format) {
-  return format == StoredFormat::kE4M3Channel || format == StoredFormat::kInt8Channel;
+  return format == StoredFormat::kE4M3Channel || format == StoredFormat::kInt8Channel ||
+         format == StoredFormat::kE4M3Tensor;
 }
 // Whether the layer computes with the stored bytes and scales; the others are dequantised while loading.
 constexpr bool is_kept(StoredFormat format) { return format == StoredFormat::kE4M3Block || is_per_channel(format); }

@@ -156,12 +156,17 @@ class Loader {
     }
     return done;
   }
-  void take_scales(const TensorRef& ref, std::int64_t first, std::int64_t count, float* dst) {
+  // The one scale of a tensor becomes that of each of its rows.
+  void take_scales(const StoredFfn& ffn, const TensorRef& ref, std::int64_t first, std::int64_t count, float* dst) {
     const std::int64_t size = size_bytes(ref.entry->dtype);
+    const std::int64_t stored = ffn.format == StoredFormat::kE4M3Tensor ? 1 : count;
     if (ref.entry->dtype != DType::kF32)
       note_conversion(fmt::format("{} scale", to_string(ref.entry->dtype)), DType::kF32);
-    add(ref, first * size, count * size, reinterpret_cast<std::byte*>(dst), count * 4,
-        [=](const std::byte* src) { return convert_scales(ref, src, count, dst); });
+    add(ref, first * size, stored * size, reinterpret_cast<std::byte*>(dst), count * 4, [=](const std::byte* src) {
+      Done done = convert_scales(ref, src, stored, dst);
+      std::fill(dst + stored, dst + count, dst[0]);
+      return done;
+    });
   }
 
   // ---- quantised matrices as bf16 ----
@@ -170,13 +175,14 @@ class Loader {
                   std::int64_t rows, std::int64_t cols, std::byte* dst) {
     const DType from = ffn.dtype;
     note_conversion(to_string(from), DType::kBF16, "dequantised (rounded once)");
-    const bool per_channel = is_per_channel(ffn.format);
+    const bool per_channel = is_per_channel(ffn.format), per_tensor = ffn.format == StoredFormat::kE4M3Tensor;
     const std::int64_t blocks = per_channel ? rows : ceil_div(rows, kScaleBlock) * ceil_div(cols, kScaleBlock);
     add(ref, index * rows * cols, rows * cols, dst, rows * cols * 2, [=](const std::byte* src) {
       std::vector<float> scales(static_cast<std::size_t>(blocks));
-      Done done =
-          convert_scales(scale, scale.data() + index * blocks * size_bytes(scale.entry->dtype), blocks, scales.data());
+      Done done = convert_scales(scale, scale.data() + index * blocks * size_bytes(scale.entry->dtype),
+                                 per_tensor ? 1 : blocks, scales.data());
       if (!done.status.is_ok()) return done;
+      if (per_tensor) std::fill(scales.begin(), scales.end(), scales[0]);
       auto* const out = reinterpret_cast<std::uint16_t*>(dst);
       done.num_nan += per_channel ? dequantise_channels(from, src, scales.data(), rows, cols, out)
                                   : dequantise_blocks(src, scales.data(), rows, cols, out);
@@ -329,14 +335,14 @@ class Loader {
     const auto i = static_cast<std::size_t>(ffn.fused ? 0 : e);
     if (ffn.fused) {
       for (std::int64_t half = 0; half < 2; ++half) {
-        take_scales(ffn.gate_scale[0], (2 * e + half) * half_count, half_count,
+        take_scales(ffn, ffn.gate_scale[0], (2 * e + half) * half_count, half_count,
                     w13 + w13_row(ffn.order, half * n.w13_rows, n.w13_rows) * n.w13_cols);
       }
     } else {
-      take_scales(ffn.gate_scale[i], 0, half_count, w13);
-      take_scales(ffn.up_scale[i], 0, half_count, w13 + half_count);
+      take_scales(ffn, ffn.gate_scale[i], 0, half_count, w13);
+      take_scales(ffn, ffn.up_scale[i], 0, half_count, w13 + half_count);
     }
-    take_scales(ffn.down_scale[i], (ffn.fused ? e : 0) * w2_count, w2_count, w2);
+    take_scales(ffn, ffn.down_scale[i], (ffn.fused ? e : 0) * w2_count, w2_count, w2);
   }
 
   Status take_biases(const StoredFfn& ffn, std::int64_t H, FfnWeights& out) {

@@ -126,7 +126,8 @@ TEST_F(ConvertCli, WhatItWritesIsInspectedCheckedAndRun) {
       sluice({"synth", "--like", path("small.json"), "--hidden", "320", "--intermediate", "192", "--out", model()})
           .code,
       0);
-  const std::map<std::string, std::string> formats = {{"fp8-block", "e4m3 128x128"}};
+  const std::map<std::string, std::string> formats = {
+      {"fp8-block", "e4m3 128x128"}, {"fp8-channel", "e4m3 per channel"}, {"int8-channel", "int8 per channel"}};
   for (const auto& [format, text] : formats) {
     SCOPED_TRACE(format);
     ASSERT_EQ(sluice(convert({"--to", format, "--force"})).code, 0);
