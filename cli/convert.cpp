@@ -41,7 +41,9 @@ constexpr const char* kFooter =
     "refused;\n"
     "--force replaces a checkpoint, when the new one is complete. Weights that are NaN or infinite are refused by "
     "name.\n"
-    "Memory: about 100 MB, whatever the size of the checkpoint, beside file pages that the system takes back at will.\n"
+    "Memory: about 100 MB and the names of the tensors, whatever the size of the checkpoint, beside file pages that "
+    "the\n"
+    "system takes back at will.\n"
     "\n"
     "Examples:\n"
     "  sluice synth --like qwen3-30b --layers 1 --experts 16 --out small\n"
@@ -175,8 +177,8 @@ void add_convert(CLI::App& app, Command& command) {
   sub->add_option("--layers", o->layers, "Layers to convert, as in 3-5,7; default: all with experts")
       ->type_name("LIST");
   sub->add_option("--shards-bytes", o->shards_bytes, "Largest file, as a count or with kB, MB, GB [5368709120]")
-      ->transform(CLI::AsSizeValue(true))
-      ->check(CLI::Range(std::uint64_t{1}, std::uint64_t{INT64_MAX}))
+      ->transform(CLI::AsSizeValue(true).description(""))
+      ->check(CLI::Range(std::uint64_t{1}, std::uint64_t{INT64_MAX}).description(""))
       ->type_name("BYTES");
   sub->add_flag("--force", o->force, "Replace a checkpoint at --out");
   add_threads(*sub, o->machine);
