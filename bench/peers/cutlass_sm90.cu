@@ -6,6 +6,7 @@
 #include <memory>
 
 #include <cutlass/cutlass.h>
+#include <cutlass/version.h>
 
 #include <cute/tensor.hpp>
 #include <cutlass/epilogue/collective/collective_builder.hpp>
@@ -163,8 +164,8 @@ void time_config(const char* name, const GridRow& row, const GemmShape& gemm, st
 }
 
 int main_program(const char* only) {
-  std::printf("{\"bench\":\"routes\",\"impl\":\"cutlass\",\"digest\":\"%016llx\"}\n",
-              static_cast<unsigned long long>(route_digest()));
+  std::printf("{\"bench\":\"routes\",\"impl\":\"cutlass\",\"digest\":\"%016llx\",\"version\":\"%d.%d.%d\"}\n",
+              static_cast<unsigned long long>(route_digest()), CUTLASS_MAJOR, CUTLASS_MINOR, CUTLASS_PATCH);
   for (const GridRow& row : grid()) {
     if (row.bf16 || std::strstr(row.shape, only) == nullptr) continue;
     for (const GemmShape& gemm : gemms(row)) {

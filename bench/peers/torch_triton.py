@@ -169,7 +169,8 @@ def main():
     parser.add_argument("shape", nargs="?", default="")
     options = parser.parse_args()
     begin = time.monotonic()
-    print(json.dumps({"bench": "routes", "impl": "torch", "digest": routes.route_digest()}), flush=True)
+    print(json.dumps({"bench": "routes", "impl": "torch", "digest": routes.route_digest(),
+                      "version": f"torch {torch.__version__}, triton {triton.__version__}"}), flush=True)
     for name in ("flashinfer", "sgl_kernel"):
         try:
             __import__(name)

@@ -377,7 +377,7 @@ Result<Choice<Args>> choose(std::string_view stage, std::span<const Impl<Args>> 
       continue;
     }
     if (detail::is_disabled(selection, impl.name)) {
-      choice.declined.push_back({std::string(impl.name), "disabled by the caller"});
+      choice.declined.push_back({std::string(impl.name), "disabled by the caller or by SLUICE_DISABLE"});
       continue;
     }
     if (impl.device != machine.device.kind) {

@@ -33,6 +33,20 @@ struct LayerOptions {
   std::shared_ptr<Transport> transport = local_transport();
 };
 
+// The implementations of every stage, fastest first, reference last; stages as LayerOptions::selection names them.
+struct StageNames {
+  std::string stage;
+  std::vector<std::string> impls;
+};
+std::vector<StageNames> stage_names();
+// Lists of names: "cuda-wgmma,gate.logits:cuda" turns an implementation off wherever a stage has it, or in one stage; or
+// forces it there. An unknown name is an error that lists what there is; `option` is what the error calls the list.
+Status disable(std::string_view list, std::map<std::string, Selection>& selection, std::string_view option = "disable");
+Status force(std::string_view list, std::map<std::string, Selection>& selection, std::string_view option = "force");
+// What the environment variable SLUICE_DISABLE turns off. Layer::create does this itself: whoever runs an application can
+// take a path out without rebuilding it.
+Status disable_from_environment(std::map<std::string, Selection>& selection);
+
 // One line of the workspace: what it is for, and its size with the formula spelled out in letters.
 struct WorkspaceItem {
   std::string name;  // "h[R,2I] bf16"

@@ -296,6 +296,7 @@ def main(arguments):
         record["tests"] = run_tests(build)
     if "bench" in parts:
         record["bench"] = run_benches(bench_programs(build))
+        record["gpu"]["after_bench"] = {key: value for key, value in describe_gpu().items() if key in ("sm_clock_mhz", "temperature_c")}
     if "peers" in parts:
         record["peers"] = run_benches(peer_programs(build, options.python))
     if "sanitizers" in parts:

@@ -6,43 +6,20 @@
 #include <algorithm>
 
 #include "layer/place.h"
+#include "layer/selection.h"
 #include "layer/state.h"
 #include "layer/tensors.h"
 
 namespace sluice {
 namespace {
 
-// "*" first, then what names the stage; a stage's own word wins.
-Selection selection_for(const LayerOptions& options, std::string_view stage) {
-  Selection merged;
-  for (std::string_view key : {std::string_view("*"), stage}) {
-    const auto it = options.selection.find(std::string(key));
-    if (it == options.selection.end()) continue;
-    if (!it->second.forced.empty()) merged.forced = it->second.forced;
-    merged.disabled.insert(merged.disabled.end(), it->second.disabled.begin(), it->second.disabled.end());
-  }
-  return merged;
-}
-
-Status check_selection_keys(const LayerOptions& options) {
-  static constexpr std::string_view kStages[] = {"*",    "gate.logits",  "gate.select",  "route",
-                                                 "pack", "grouped_gemm", "swiglu_quant", "combine"};
-  for (const auto& [key, unused] : options.selection) {
-    if (std::find(std::begin(kStages), std::end(kStages), key) == std::end(kStages)) {
-      return {StatusCode::kInvalidArgument, fmt::format("selection: there is no stage '{}'; there are gate.logits, "
-                                                        "gate.select, route, pack, grouped_gemm, swiglu_quant, combine",
-                                                        key)};
-    }
-  }
-  return Status::ok();
-}
-
 // Judges the planned arguments, picks the implementation, books its scratch and writes the report.
 template <class Args>
 Result<const Impl<Args>*> resolve_row(Layer::State& s, std::string_view role, std::string_view stage,
                                       std::span<const Impl<Args>> table, const Args& args, std::string tensors) {
   SLUICE_TRY(check(args, Phase::kPlan));
-  Result<Choice<Args>> choice = choose(stage, table, args, s.options.machine, selection_for(s.options, stage));
+  Result<Choice<Args>> choice =
+      choose(stage, table, args, s.options.machine, selection_for(s.options.selection, stage));
   if (!choice) return choice.status();
   const Impl<Args>& impl = *choice->impl;
   StageReport report;
@@ -224,7 +201,7 @@ Status check_options(const LayerOptions& o) {
         return found.status().with_context("options.machine");
     }
   }
-  return check_selection_keys(o);
+  return check_selection_keys(o.selection);
 }
 
 Status check_places(const LayerWeights& weights, const LayerOptions& options) {
@@ -248,6 +225,7 @@ Result<Layer> Layer::create(const MoeConfig& config, LayerWeights weights, const
   state->config = config;
   state->weights = std::move(weights);
   state->options = options;
+  SLUICE_TRY(disable_from_environment(state->options.selection));
   if (state->max_rows() > INT32_MAX) {
     return Status(StatusCode::kInvalidArgument,
                   fmt::format("options: {} rows do not fit the i32 row numbers of a plan (max_tokens = {}, S = {})",
