@@ -30,15 +30,22 @@ class DeviceGuard {
 
 inline cudaStream_t stream_of(const Ctx& ctx) { return static_cast<cudaStream_t>(ctx.stream); }
 
-// Launches `kernel` with one Params struct and says which kernel failed.
+// Launches `kernel` with one Params struct, in clusters of `cluster` blocks, and says which kernel failed.
 template <class Params>
 Status launch(std::string_view name, void (*kernel)(Params), dim3 grid, dim3 block, std::size_t shared_bytes,
-              cudaStream_t stream, const Params& params) {
+              cudaStream_t stream, const Params& params, int cluster = 1) {
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;
   config.blockDim = block;
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
+  cudaLaunchAttribute attribute = {};
+  if (cluster > 1) {
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+  }
   return to_status(cudaLaunchKernelEx(&config, kernel, params), name);
 }
 

@@ -7,6 +7,11 @@
 
 namespace sluice::cuda {
 
+struct DeviceRowRange {
+  std::int32_t begin = 0;
+  std::int32_t end = 0;
+};
+
 struct DeviceRowGroups {
   const std::int32_t* expert_offset = nullptr;  // [L+1], contiguous
   const std::int32_t* counts = nullptr;         // [L], masked
@@ -23,6 +28,21 @@ struct DeviceRowGroups {
       d.rows_per_group = static_cast<std::int32_t>(groups.rows_per_group);
     }
     return d;
+  }
+
+  // Clamped as row_range (include/sluice/plan.h) does it: no content of the arrays leads outside the R rows.
+  __device__ __forceinline__ DeviceRowRange range(std::int32_t group, std::int32_t num_rows) const {
+    if (expert_offset != nullptr) {
+      const std::int32_t begin = min(max(expert_offset[group], 0), num_rows);
+      return {begin, min(max(expert_offset[group + 1], begin), num_rows)};
+    }
+    if (counts != nullptr) {
+      const std::int64_t first = static_cast<std::int64_t>(group) * rows_per_group;
+      const std::int32_t begin = first < num_rows ? static_cast<std::int32_t>(first) : num_rows;
+      const std::int32_t count = min(max(counts[group], 0), rows_per_group);
+      return {begin, min(count, num_rows - begin) + begin};
+    }
+    return {0, num_rows};
   }
 
   __device__ __forceinline__ bool owns(std::int64_t row) const {

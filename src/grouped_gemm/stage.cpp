@@ -5,6 +5,7 @@
 
 #include <array>
 
+#include "grouped_gemm/cuda.h"
 #include "grouped_gemm/impls.h"
 
 namespace sluice::grouped_gemm {
@@ -123,10 +124,14 @@ bool has_row_scales(const Args& args) {
 }
 
 std::span<const Impl<Args>> impls() {
-  static constexpr std::array<Impl<Args>, 2> kTable = {{
+  static constexpr auto kTable = std::to_array<Impl<Args>>({
+#ifdef SLUICE_WITH_CUDA
+      {"cuda-wgmma", DeviceKind::kCuda, can_run_wgmma, nullptr, describe_wgmma, run_wgmma},
+      {"cuda-simt", DeviceKind::kCuda, can_run_simt, nullptr, nullptr, run_simt},
+#endif
       {"cpu", DeviceKind::kCpu, cpu_impl::can_run, cpu_impl::scratch_bytes, cpu_impl::describe, cpu_impl::run},
       {"reference", DeviceKind::kCpu, reference::can_run, nullptr, nullptr, reference::run},
-  }};
+  });
   return kTable;
 }
 

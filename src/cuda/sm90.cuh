@@ -1,0 +1,148 @@
+// Hopper's asynchronous machinery as functions: mbarriers, TMA loads, wgmma operands and register budgets. PTX ISA 8.0;
+// names follow the instructions. Only for sources compiled for sm_90a.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+namespace sluice::cuda::sm90 {
+
+constexpr int kWarpgroupThreads = 128;
+// Operand tiles in shared memory are rows of 128 bytes in the 128-byte swizzle, 8 rows an atom; TMA writes and wgmma
+// reads this layout, so that no thread ever computes a swizzled address.
+constexpr int kSwizzleBytes = 128;
+constexpr int kAtomBytes = 8 * kSwizzleBytes;
+
+__device__ __forceinline__ std::uint32_t shared_address(const void* p) {
+  return static_cast<std::uint32_t>(__cvta_generic_to_shared(p));
+}
+
+// ---------------------------------------------------------------------------------------------------------
+// mbarriers
+// ---------------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void barrier_init(std::uint64_t* barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals));
+}
+// Makes initialised barriers visible to the copy engine.
+__device__ __forceinline__ void barrier_init_fence() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(std::uint64_t* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive_expect(std::uint64_t* barrier, std::uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+               : "memory");
+}
+__device__ __forceinline__ void barrier_wait(std::uint64_t* barrier, std::uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra finished;\n"
+      "bra again;\n"
+      "finished:\n"
+      "}\n" ::"r"(shared_address(barrier)),
+      "r"(parity)
+      : "memory");
+}
+
+// The barrier at the same place in the shared memory of another block of the cluster.
+__device__ __forceinline__ void barrier_arrive_remote(std::uint64_t* barrier, std::uint32_t rank) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 remote;\n"
+      "mapa.shared::cluster.u32 remote, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n"
+      "}\n" ::"r"(shared_address(barrier)),
+      "r"(rank)
+      : "memory");
+}
+__device__ __forceinline__ std::uint32_t cluster_rank() {
+  std::uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// Position in a ring of stages: the parity flips at each wrap.
+struct RingPosition {
+  std::uint32_t stage = 0;
+  std::uint32_t parity = 0;
+  __device__ __forceinline__ void advance(std::uint32_t num_stages, std::uint32_t by = 1) {
+    stage += by;
+    if (stage >= num_stages) {
+      stage -= num_stages;
+      parity ^= 1u;
+    }
+  }
+};
+
+// ---------------------------------------------------------------------------------------------------------
+// TMA
+// ---------------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+__device__ __forceinline__ void tma_load_2d(const CUtensorMap* map, std::uint64_t* barrier, void* to, std::int32_t c0,
+                                            std::int32_t c1) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
+          shared_address(to)),
+      "l"(map), "r"(shared_address(barrier)), "r"(c0), "r"(c1)
+      : "memory");
+}
+// To the same place in every block of the cluster that `blocks` names, and to the barrier at the same place there.
+__device__ __forceinline__ void tma_load_2d_multicast(const CUtensorMap* map, std::uint64_t* barrier, void* to,
+                                                      std::int32_t c0, std::int32_t c1, std::uint16_t blocks) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+      " [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(shared_address(to)),
+      "l"(map), "r"(shared_address(barrier)), "r"(c0), "r"(c1), "h"(blocks)
+      : "memory");
+}
+__device__ __forceinline__ void tma_load_4d(const CUtensorMap* map, std::uint64_t* barrier, void* to, std::int32_t c0,
+                                            std::int32_t c1, std::int32_t c2, std::int32_t c3) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
+      "[%2];" ::"r"(shared_address(to)),
+      "l"(map), "r"(shared_address(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+      : "memory");
+}
+
+// ---------------------------------------------------------------------------------------------------------
+// Warpgroups
+// ---------------------------------------------------------------------------------------------------------
+
+template <int kRegisters>
+__device__ __forceinline__ void registers_shrink() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ __forceinline__ void registers_grow() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// Descriptor of a K-major operand tile in the 128-byte swizzle: start address and stride between atoms in units of 16
+// bytes, layout type 1 in bits 62-63. The next 32 bytes of K are two units further.
+__device__ __forceinline__ std::uint64_t operand_descriptor(const void* tile) {
+  const std::uint64_t start = (shared_address(tile) & 0x3FFFFu) >> 4;
+  return start | (std::uint64_t{1} << 16) | (std::uint64_t{kAtomBytes >> 4} << 32) | (std::uint64_t{1} << 62);
+}
+constexpr std::uint64_t kDescriptorStep = 32 >> 4;
+
+// Eight by eight 16-bit values across a warp, transposed: lane 4i+j holds row i, columns 2j and 2j+1, before and after.
+__device__ __forceinline__ std::uint32_t transpose_8x8(std::uint32_t packed) {
+  std::uint32_t result;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(packed));
+  return result;
+}
+
+}  // namespace sluice::cuda::sm90

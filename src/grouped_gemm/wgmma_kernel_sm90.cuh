@@ -1,0 +1,417 @@
+// The grouped GEMM on Hopper's tensor cores: one persistent kernel, ragged rows, no padding.
+//
+//   warpgroup 0      warp 0 lets TMA fill a ring of stages with 128 bytes of K of both operands; with block scales, warps
+//                    1 to 3 put a_scale * w_scale of every row beside them, so that consumers multiply once
+//   warpgroups 1, 2  64 rows of the wgmma M side each; partial sums of 128 k are promoted into fp32 accumulators
+//
+// Two orientations. Weights on M: the tokens are the N side, 8 to 128 of them, so that a few rows an expert fill no empty
+// tile. Tokens on M: 128 tokens by 128 or 256 weight rows, for many rows an expert: a thread then needs the scales of two
+// tokens instead of N/4 of them. Rows of an operand that belong to the next expert are computed and never stored.
+//
+// One output is one chain over ascending k whatever the tile is, so its bits do not depend on the tile (docs/numerics.md).
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/columns.cuh"
+#include "cuda/sm90.cuh"
+#include "grouped_gemm/tile_table.cuh"
+#include "grouped_gemm/wgmma.h"
+#include "grouped_gemm/wgmma_sm90.cuh"
+
+namespace sluice::grouped_gemm::wgmma {
+
+constexpr int kConsumers = 2;  // warpgroups
+static_assert(kThreads == (1 + kConsumers) * sm90::kWarpgroupThreads);
+constexpr int kScaleWarps = 3;
+constexpr int kConsumerWarps = kConsumers * 4;
+
+template <class Operand_, Scaling kScaling_, bool kTokensOnM_, int kTokens_, int kWeightRows_, int kCluster_>
+struct Tiling {
+  using Operand = Operand_;
+  static constexpr Scaling kScaling = kScaling_;
+  static constexpr bool kTokensOnM = kTokensOnM_;
+  static constexpr int kTokens = kTokens_;
+  static constexpr int kWeightRows = kWeightRows_;
+  static constexpr int kCluster = kCluster_;
+  static constexpr bool kPromote = Operand::kPromotes;
+
+  // A chunk is what one instruction covers of a warpgroup's half of the tile. The wider it is, the less shared memory is
+  // read a product; sums that are promoted need a second set of registers and stay at 192 columns.
+  static constexpr int kChunks = kTokensOnM ? (kPromote && kWeightRows == 256 ? 2 : 1) : kWeightRows / 128;
+  static constexpr int kN = kTokensOnM ? kWeightRows / kChunks : kTokens;  // wgmma N
+  static constexpr int kRegs = kN / 2;                                     // accumulators a thread and chunk
+  // Two sets of partial sums, one being promoted while the other is summed, where 232 registers allow it.
+  static constexpr bool kTwoSets = kPromote && (kChunks == 1 ? kN <= 128 : kN <= 64);
+
+  // Weight rows of a tile that share a scale.
+  static constexpr int kPieceRows = kWeightRows % 128 == 0 ? 128 : 64;
+  static constexpr int kPieces = kWeightRows / kPieceRows;
+  static constexpr int kScaleFloats = kScaling == Scaling::kBlock ? kPieces * kTokens : 0;
+
+  static constexpr int kWeightBytes = kWeightRows * sm90::kSwizzleBytes;
+  static constexpr int kTokenBytes = kTokens * sm90::kSwizzleBytes;
+  static constexpr int kStepElems = sm90::kSwizzleBytes / static_cast<int>(sizeof(typename Operand::Element));
+  static_assert(kTokensOnM ? kTokens == 128 : kCluster == 1 && kWeightRows % 128 == 0);
+};
+
+struct Shared {
+  std::byte* weights;  // [stages][kWeightBytes]
+  std::byte* tokens;   // [stages][kTokenBytes]
+  float* scales;       // [stages][kPieces][kTokens]
+  std::uint64_t* full;
+  std::uint64_t* empty;
+  TileTable table;
+};
+
+template <class Tiling>
+__device__ __forceinline__ Shared carve(std::byte* memory, const Params& p) {
+  Shared s;
+  s.weights = memory;
+  s.tokens = s.weights + p.num_stages * Tiling::kWeightBytes;
+  std::byte* const after = s.tokens + p.num_stages * Tiling::kTokenBytes;
+  s.scales = reinterpret_cast<float*>(after);
+  s.full = reinterpret_cast<std::uint64_t*>(after + p.num_stages * Tiling::kScaleFloats * 4);
+  s.empty = s.full + p.num_stages;
+  s.table = TileTable::at(s.empty + p.num_stages, p.num_groups);
+  return s;
+}
+
+// Where a column tile lies in the stacked matrices of w.
+struct Columns {
+  std::int32_t part, inside, first;  // matrix, first row inside it, first output column
+};
+template <class Tiling>
+__device__ __forceinline__ Columns columns_of(const Params& p, std::int32_t column_tile) {
+  constexpr int weight_rows = Tiling::kWeightRows;
+  // Blocks of a cluster take neighbouring column tiles of the same rows. The last may be past the end: its part does not
+  // exist, so it loads zeros and stores nothing.
+  if constexpr (Tiling::kCluster > 1) {
+    column_tile = column_tile * Tiling::kCluster + static_cast<std::int32_t>(sm90::cluster_rank());
+    if (column_tile >= p.column_tiles) return {p.column_tiles / p.column_tiles_per_part, p.part_rows, 0};
+  }
+  const std::int32_t part = column_tile / p.column_tiles_per_part;
+  const std::int32_t inside = (column_tile - part * p.column_tiles_per_part) * weight_rows;
+  return {part, inside, part * p.part_rows + inside};
+}
+
+// ---------------------------------------------------------------------------------------------------------
+// Producers
+// ---------------------------------------------------------------------------------------------------------
+
+template <class Tiling>
+__device__ void produce_tiles(const Params& p, const Shared& s, TileWalk walk) {
+  sm90::RingPosition at;
+  const bool leader = threadIdx.x == 0;
+  Tile tile;
+  while (walk.next(tile)) {
+    const Columns columns = columns_of<Tiling>(p, tile.column_tile);
+    for (std::int32_t step = 0; step < p.num_k_steps; ++step, at.advance(p.num_stages)) {
+      if (leader) {
+        std::uint64_t* const full = s.full + at.stage;
+        sm90::barrier_wait(s.empty + at.stage, at.parity ^ 1u);
+        sm90::barrier_arrive_expect(full, Tiling::kWeightBytes + Tiling::kTokenBytes);
+        const std::int32_t k = step * Tiling::kStepElems;
+        std::byte* const weights = s.weights + at.stage * Tiling::kWeightBytes;
+        sm90::tma_load_4d(&p.weights, full, weights, k, columns.inside, columns.part, tile.group);
+        std::byte* const tokens = s.tokens + at.stage * Tiling::kTokenBytes;
+        if constexpr (Tiling::kCluster == 1) {
+          sm90::tma_load_2d(&p.tokens, full, tokens, k, tile.row);
+        } else {
+          // Each block loads its share of the rows for all.
+          constexpr int kShare = Tiling::kTokens / Tiling::kCluster;
+          const auto rank = static_cast<std::int32_t>(sm90::cluster_rank());
+          sm90::tma_load_2d_multicast(&p.tokens, full, tokens + rank * kShare * sm90::kSwizzleBytes, k,
+                                      tile.row + rank * kShare, (1u << Tiling::kCluster) - 1);
+        }
+      }
+    }
+    __syncwarp();
+  }
+}
+
+// A stage's scales by one of three warps in turn: the loads of three stages overlap, each has a latency of its own.
+template <class Tiling>
+__device__ void produce_scales(const Params& p, const Shared& s, TileWalk walk, int warp) {
+  constexpr int kPieces = Tiling::kPieces;
+  constexpr int kTokens = Tiling::kTokens;
+  sm90::RingPosition at;
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  int turn = 0;
+  Tile tile;
+  while (walk.next(tile)) {
+    const Columns columns = columns_of<Tiling>(p, tile.column_tile);
+    const float* const w_scale =
+        p.w_scale + tile.group * p.w_scale_group + columns.part * p.scale_rows_per_part * p.w_scale_row;
+    const float* const a_scale = p.a_scale + tile.row * p.a_scale_row;
+    const int rows = tile.end - tile.row;
+    for (std::int32_t step = 0; step < p.num_k_steps; ++step, at.advance(p.num_stages)) {
+      const bool mine = turn == warp;
+      turn = turn + 1 == kScaleWarps ? 0 : turn + 1;
+      if (!mine) continue;
+      float a[(kTokens + 31) / 32];
+#pragma unroll
+      for (int i = 0; i < (kTokens + 31) / 32; ++i) {
+        const int row = i * 32 + lane;
+        a[i] = row < rows && row < kTokens ? a_scale[step * p.a_scale_step + row * p.a_scale_row] : 0.0f;
+      }
+      float w[kPieces];
+#pragma unroll
+      for (int c = 0; c < kPieces; ++c) {
+        const std::int32_t row = (columns.inside + c * Tiling::kPieceRows) / static_cast<int>(kScaleBlock);
+        w[c] = row < p.scale_rows_per_part ? w_scale[row * p.w_scale_row + step * p.w_scale_step] : 0.0f;
+      }
+      sm90::barrier_wait(s.empty + at.stage, at.parity ^ 1u);
+      float* const to = s.scales + at.stage * Tiling::kScaleFloats;
+#pragma unroll
+      for (int c = 0; c < kPieces; ++c) {
+#pragma unroll
+        for (int i = 0; i < (kTokens + 31) / 32; ++i) {
+          const int row = i * 32 + lane;
+          if (row < kTokens) to[c * kTokens + row] = __fmul_rn(a[i], w[c]);
+        }
+      }
+      __syncwarp();
+      if (lane == 0) sm90::barrier_arrive(s.full + at.stage);
+    }
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------------
+// Consumers
+// ---------------------------------------------------------------------------------------------------------
+
+// acc = acc + part, or fma(part, scale, acc). Register i of a thread holds row 8*(i/2%2) of its M rows and column
+// 8*(i/4) + 2*(lane%4) + i%2 of N.
+template <class T>
+__device__ __forceinline__ void promote(float (&acc)[T::kRegs], const float (&part)[T::kRegs], const float* scales) {
+  if constexpr (T::kScaling != Scaling::kBlock) {
+#pragma unroll
+    for (int i = 0; i < T::kRegs; ++i) acc[i] = __fadd_rn(acc[i], part[i]);
+  } else if constexpr (T::kTokensOnM) {
+    constexpr int kPieces = (T::kN + T::kPieceRows - 1) / T::kPieceRows;
+#pragma unroll
+    for (int c = 0; c < kPieces; ++c) {
+      const float low = scales[c * T::kTokens];
+      const float high = scales[c * T::kTokens + 8];
+#pragma unroll
+      for (int i = c * T::kPieceRows / 2; i < min((c + 1) * T::kPieceRows / 2, T::kRegs); ++i)
+        acc[i] = __fmaf_rn(part[i], i / 2 % 2 == 0 ? low : high, acc[i]);
+    }
+  } else {
+#pragma unroll
+    for (int j = 0; j < T::kN / 8; ++j) {
+      const float2 s = *reinterpret_cast<const float2*>(scales + 8 * j);
+      acc[4 * j] = __fmaf_rn(part[4 * j], s.x, acc[4 * j]);
+      acc[4 * j + 1] = __fmaf_rn(part[4 * j + 1], s.y, acc[4 * j + 1]);
+      acc[4 * j + 2] = __fmaf_rn(part[4 * j + 2], s.x, acc[4 * j + 2]);
+      acc[4 * j + 3] = __fmaf_rn(part[4 * j + 3], s.y, acc[4 * j + 3]);
+    }
+  }
+}
+
+// Four steps of 32 bytes of K: one block of 128 for eight-bit operands.
+template <class Operand, int kN, class Accumulator>
+__device__ __forceinline__ void multiply(std::uint64_t m_side, std::uint64_t n_side, Accumulator (&d)[kN / 2],
+                                         bool add) {
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+    Operand::template multiply<kN>(m_side + k * sm90::kDescriptorStep, n_side + k * sm90::kDescriptorStep, d,
+                                   add || k > 0);
+  }
+}
+
+// A warp is done with a stage; every block that writes into it is told.
+template <class Tiling>
+__device__ __forceinline__ void release(const Shared& s, std::uint32_t stage, int lane) {
+  if constexpr (Tiling::kCluster == 1) {
+    if (lane == 0) sm90::barrier_arrive(s.empty + stage);
+  } else {
+    if (lane < Tiling::kCluster) sm90::barrier_arrive_remote(s.empty + stage, static_cast<std::uint32_t>(lane));
+  }
+}
+
+// What a warpgroup reads of a stage.
+struct StageView {
+  std::uint64_t m_side, n_side;  // operand descriptors
+  const float* scales;
+};
+template <class T>
+__device__ __forceinline__ StageView view(const Shared& s, std::uint32_t stage, int warpgroup, int warp_row, int lane) {
+  constexpr int kHalfBytes = 64 * sm90::kSwizzleBytes;
+  const std::byte* const weights = s.weights + stage * T::kWeightBytes;
+  const std::byte* const tokens = s.tokens + stage * T::kTokenBytes;
+  return {sm90::operand_descriptor((T::kTokensOnM ? tokens : weights) + warpgroup * kHalfBytes),
+          sm90::operand_descriptor(T::kTokensOnM ? weights : tokens),
+          s.scales + stage * T::kScaleFloats + (T::kTokensOnM ? warp_row + lane / 4 : lane % 4 * 2)};
+}
+
+// The chunk c of a stage, as one group in flight.
+template <class T, class Accumulator>
+__device__ __forceinline__ void start(const StageView& v, int c, Accumulator (&d)[T::kRegs], bool add) {
+  constexpr std::uint64_t kChunkStep = 128 * sm90::kSwizzleBytes >> 4;
+  multiply<typename T::Operand, T::kN>(v.m_side + (T::kTokensOnM ? 0 : c * kChunkStep),
+                                       v.n_side + (T::kTokensOnM ? c * kChunkStep : 0), d, add);
+}
+
+template <class T>
+__device__ void consume(const Params& p, const Shared& s, TileWalk walk) {
+  using Accumulator = typename T::Operand::Accumulator;
+  constexpr int kChunks = T::kChunks;
+  constexpr int kBlock = static_cast<int>(kScaleBlock);
+  const int thread = static_cast<int>(threadIdx.x) - sm90::kWarpgroupThreads;
+  const int warpgroup = thread / sm90::kWarpgroupThreads;
+  const int lane = thread % 32;
+  const int warp_row = warpgroup * 64 + thread / 32 % 4 * 16;  // of the M side
+  sm90::RingPosition at;
+  const auto arrived = [&] {
+    sm90::barrier_wait(s.full + at.stage, at.parity);
+    return view<T>(s, at.stage, warpgroup, warp_row, lane);
+  };
+  Tile tile;
+  while (walk.next(tile)) {
+    const Columns columns = columns_of<T>(p, tile.column_tile);
+    // With tokens on M a warpgroup may have no rows of a short tile: it leaves the tensor cores to the other one.
+    if (T::kTokensOnM && tile.row + warpgroup * 64 >= tile.end) {
+      for (std::int32_t step = 0; step < p.num_k_steps; ++step, at.advance(p.num_stages)) {
+        sm90::barrier_wait(s.full + at.stage, at.parity);
+        release<T>(s, at.stage, lane);
+      }
+      continue;
+    }
+    Accumulator acc[kChunks][T::kRegs];
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+#pragma unroll
+      for (int i = 0; i < T::kRegs; ++i) acc[c][i] = 0;
+    }
+    if constexpr (!T::kPromote) {
+      // The tensor cores accumulate in place; the stage before is free once this one's group is alone in flight.
+      std::uint32_t previous = 0;
+      for (std::int32_t step = 0; step < p.num_k_steps; ++step, at.advance(p.num_stages)) {
+        const StageView v = arrived();
+        fence();
+#pragma unroll
+        for (int c = 0; c < kChunks; ++c) start<T>(v, c, acc[c], true);
+        commit();
+        wait<1>();
+        if (step > 0) release<T>(s, previous, lane);
+        previous = at.stage;
+      }
+      wait<0>();
+      release<T>(s, previous, lane);
+    } else if constexpr (T::kTwoSets && kChunks == 1) {
+      // Two blocks of 128 k in flight, the first promoted while the second is summed. A pipeline across turns of the loop
+      // would leave no gap, but ptxas gives up on it and serialises everything (C7514).
+      float part[2][T::kRegs];
+      std::int32_t left = p.num_k_steps;
+      for (; left >= 2; left -= 2) {
+        const std::uint32_t first = at.stage;
+        const StageView v = arrived();
+        fence();
+        start<T>(v, 0, part[0], false);
+        commit();
+        at.advance(p.num_stages);
+        const StageView w = arrived();
+        fence();
+        start<T>(w, 0, part[1], false);
+        commit();
+        wait<1>();
+        hold(part[0]);
+        promote<T>(acc[0], part[0], v.scales);
+        release<T>(s, first, lane);
+        wait<0>();
+        hold(part[1]);
+        promote<T>(acc[0], part[1], w.scales);
+        release<T>(s, at.stage, lane);
+        at.advance(p.num_stages);
+      }
+      if (left == 1) {
+        const StageView v = arrived();
+        fence();
+        start<T>(v, 0, part[0], false);
+        commit();
+        wait<0>();
+        hold(part[0]);
+        promote<T>(acc[0], part[0], v.scales);
+        release<T>(s, at.stage, lane);
+        at.advance(p.num_stages);
+      }
+    } else {
+      for (std::int32_t step = 0; step < p.num_k_steps; ++step, at.advance(p.num_stages)) {
+        const StageView v = arrived();
+        if constexpr (T::kTwoSets) {
+          float part[2][T::kRegs];
+          fence();
+          start<T>(v, 0, part[0], false);
+          commit();
+          start<T>(v, 1, part[1], false);
+          commit();
+          wait<1>();
+          hold(part[0]);
+          promote<T>(acc[0], part[0], v.scales);
+          wait<0>();
+          hold(part[1]);
+          promote<T>(acc[1], part[1], v.scales + T::kTokens);
+        } else {
+          float part[T::kRegs];
+#pragma unroll
+          for (int c = 0; c < kChunks; ++c) {
+            hold(part);
+            fence();
+            start<T>(v, c, part, false);
+            commit();
+            wait<0>();
+            hold(part);
+            promote<T>(acc[c], part, v.scales + c * T::kTokens);
+          }
+        }
+        release<T>(s, at.stage, lane);
+      }
+    }
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      const int m = T::kTokensOnM ? warp_row : c * kBlock + warp_row;
+      const int n = T::kTokensOnM ? c * kBlock : 0;
+      store<T::kScaling, T::kTokensOnM, T::kN>(p, acc[c], tile, columns, m, n, lane);
+    }
+  }
+}
+
+template <class T>
+__global__ void __launch_bounds__(kThreads, 1) grouped_gemm_wgmma(const __grid_constant__ Params p) {
+  extern __shared__ __align__(1024) std::byte memory[];
+  const Shared s = carve<T>(memory, p);
+  constexpr bool kScaled = T::kScaling == Scaling::kBlock;
+  const int warp = static_cast<int>(threadIdx.x / 32);
+  if (warp == 0) {
+    s.table.fill(p.groups, p.num_rows, T::kTokens, (p.column_tiles + T::kCluster - 1) / T::kCluster);
+  } else if (threadIdx.x == 32) {
+    sm90::prefetch_map(&p.weights);
+    sm90::prefetch_map(&p.tokens);
+    for (std::uint32_t i = 0; i < p.num_stages; ++i) {
+      sm90::barrier_init(s.full + i, kScaled ? 2 : 1);
+      sm90::barrier_init(s.empty + i, kConsumerWarps * T::kCluster);
+    }
+    sm90::barrier_init_fence();
+  }
+  if constexpr (T::kCluster > 1) sm90::cluster_sync();
+  __syncthreads();
+  const TileWalk walk{s.table, T::kTokens, static_cast<std::int32_t>(blockIdx.x) / T::kCluster,
+                      static_cast<std::int32_t>(gridDim.x) / T::kCluster};
+  if (warp < 4) {
+    sm90::registers_shrink<56>();
+    if (warp == 0) {
+      produce_tiles<T>(p, s, walk);
+    } else if constexpr (kScaled) {
+      produce_scales<T>(p, s, walk, warp - 1);
+    }
+  } else {
+    sm90::registers_grow<224>();
+    consume<T>(p, s, walk);
+  }
+  // No block leaves while others may still write into its memory or arrive at its barriers.
+  if constexpr (T::kCluster > 1) sm90::cluster_sync();
+}
+
+}  // namespace sluice::grouped_gemm::wgmma

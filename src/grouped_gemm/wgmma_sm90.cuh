@@ -1,0 +1,219 @@
+// wgmma instructions by operand type and N (the PTX of each shape comes from CuTe's arch header), the fences around them,
+// and the store of a finished tile.
+#pragma once
+
+#include <cstdint>
+#include <cute/arch/mma_sm90_gmma.hpp>
+#include <utility>
+
+#include "cuda/columns.cuh"
+#include "cuda/sm90.cuh"
+#include "grouped_gemm/tile_table.cuh"
+#include "grouped_gemm/wgmma.h"
+
+namespace sluice::grouped_gemm::wgmma {
+
+namespace sm90 = cuda::sm90;
+
+// ---------------------------------------------------------------------------------------------------------
+// Instructions
+// ---------------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int kPending>
+__device__ __forceinline__ void wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+// Keeps the compiler from moving uses of registers across a wait it cannot see through.
+template <int kCount>
+__device__ __forceinline__ void hold(float (&d)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+template <int kN>
+struct E4m3Shape;
+template <int kN>
+struct Bf16Shape;
+template <int kN>
+struct Int8Shape;
+#define SLUICE_WGMMA_SHAPE(N)                                                                                     \
+  template <>                                                                                                     \
+  struct E4m3Shape<N> {                                                                                           \
+    using Instruction = cute::SM90::GMMA::MMA_64x##N##x32_F32E4M3E4M3_SS_TN<>;                                    \
+  };                                                                                                              \
+  template <>                                                                                                     \
+  struct Bf16Shape<N> {                                                                                           \
+    using Instruction =                                                                                           \
+        cute::SM90::GMMA::MMA_64x##N##x16_F32BF16BF16_SS<cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::K>; \
+  };                                                                                                              \
+  template <>                                                                                                     \
+  struct Int8Shape<N> {                                                                                           \
+    using Instruction = cute::SM90::GMMA::MMA_64x##N##x32_S32S8S8_SS_TN;                                          \
+  };
+SLUICE_WGMMA_SHAPE(8)
+SLUICE_WGMMA_SHAPE(16)
+SLUICE_WGMMA_SHAPE(32)
+SLUICE_WGMMA_SHAPE(64)
+SLUICE_WGMMA_SHAPE(96)
+SLUICE_WGMMA_SHAPE(128)
+SLUICE_WGMMA_SHAPE(192)
+SLUICE_WGMMA_SHAPE(256)
+#undef SLUICE_WGMMA_SHAPE
+
+// d = a b, or d + a b: the N/2 accumulators of a thread as the instruction's separate operands.
+template <class Instruction, class Accumulator, std::size_t... kIndex>
+__device__ __forceinline__ void issue(std::uint64_t m_side, std::uint64_t n_side, Accumulator* d, bool add,
+                                      std::index_sequence<kIndex...>) {
+  Instruction::fma(m_side, n_side, d[kIndex]...,
+                   add ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero);
+}
+
+// Tensor cores keep 14 bits or so of an e4m3 sum, so sums of 128 are promoted to fp32; int32 and bf16 sums stay there.
+struct E4m3 {
+  using Element = std::uint8_t;
+  using Accumulator = float;
+  static constexpr bool kPromotes = true;
+  template <int kN>
+  static __device__ __forceinline__ void multiply(std::uint64_t m, std::uint64_t n, float (&d)[kN / 2], bool add) {
+    issue<typename E4m3Shape<kN>::Instruction>(m, n, d, add, std::make_index_sequence<kN / 2>());
+  }
+};
+struct Bf16 {
+  using Element = std::uint16_t;
+  using Accumulator = float;
+  static constexpr bool kPromotes = false;
+  template <int kN>
+  static __device__ __forceinline__ void multiply(std::uint64_t m, std::uint64_t n, float (&d)[kN / 2], bool add) {
+    issue<typename Bf16Shape<kN>::Instruction>(m, n, d, add, std::make_index_sequence<kN / 2>());
+  }
+};
+struct Int8 {
+  using Element = std::int8_t;
+  using Accumulator = std::uint32_t;  // the instruction's type; the bits are an int32
+  static constexpr bool kPromotes = false;
+  template <int kN>
+  static __device__ __forceinline__ void multiply(std::uint64_t m, std::uint64_t n, std::uint32_t (&d)[kN / 2],
+                                                  bool add) {
+    issue<typename Int8Shape<kN>::Instruction>(m, n, d, add, std::make_index_sequence<kN / 2>());
+  }
+};
+
+// ---------------------------------------------------------------------------------------------------------
+// Store
+// ---------------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ float as_f32(float v) { return v; }
+__device__ __forceinline__ float as_f32(std::uint32_t v) { return __int2float_rn(static_cast<int>(v)); }
+
+// Two values to bf16, nearest even; the instruction's NaN is 0x7FFF, the specified one 0x7FC0.
+__device__ __forceinline__ std::uint32_t pack_bf16(float low, float high) {
+  std::uint32_t packed;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  if (low != low) packed = (packed & 0xFFFF0000u) | 0x7FC0u;
+  if (high != high) packed = (packed & 0x0000FFFFu) | 0x7FC00000u;
+  return packed;
+}
+
+// Lane q of four holds words w[0..3]; afterwards it holds word q of all four lanes.
+__device__ __forceinline__ void transpose_quad(std::uint32_t (&w)[4]) {
+  const bool odd = threadIdx.x & 1;
+  const bool upper = threadIdx.x & 2;
+#pragma unroll
+  for (int i = 0; i < 4; i += 2) {
+    const std::uint32_t got = __shfl_xor_sync(0xFFFFFFFFu, odd ? w[i] : w[i + 1], 1);
+    (odd ? w[i] : w[i + 1]) = got;
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const std::uint32_t got = __shfl_xor_sync(0xFFFFFFFFu, upper ? w[i] : w[i + 2], 2);
+    (upper ? w[i] : w[i + 2]) = got;
+  }
+}
+
+// Eight neighbouring columns of one row, those below `limit`.
+__device__ __forceinline__ void store_eight(const Params& p, std::int64_t row, std::int32_t first, std::int32_t column,
+                                            std::int32_t limit, const std::uint32_t (&w)[4]) {
+  std::uint16_t* const to = p.out + row * p.out_row + first + column;
+  if (p.wide && column + 8 <= limit) {
+    *reinterpret_cast<uint4*>(to) = make_uint4(w[0], w[1], w[2], w[3]);
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    if (column + i < limit) to[i] = static_cast<std::uint16_t>(w[i / 2] >> (i % 2 * 16));
+  }
+}
+
+// One chunk of a finished tile: scales of rows and channels, bias, one rounding, 16-byte stores. `m` and `n` are where
+// the warp's and the chunk's values start on the two sides, in rows of the tile.
+template <Scaling kScaling, bool kTokensOnM, int kN, class Accumulator, class Columns>
+__device__ __forceinline__ void store(const Params& p, const Accumulator (&acc)[kN / 2], const Tile& tile,
+                                      const Columns& columns, int m, int n, int lane) {
+  const int g = lane / 4;
+  const int q = lane % 4;
+  const std::int32_t limit = p.part_rows - columns.inside;  // weight rows left in this matrix
+  const float* const w_scale = p.w_scale + tile.group * p.w_scale_group + columns.first * p.w_scale_row;
+  const float* const bias = p.bias == nullptr ? nullptr : p.bias + tile.group * p.bias_group + columns.first;
+  const auto token_scale = [&](int token) {
+    return tile.row + token < tile.end ? p.a_scale[(tile.row + token) * p.a_scale_row] : 0.0f;
+  };
+  const auto channel_scale = [&](int channel) { return channel < limit ? w_scale[channel * p.w_scale_row] : 0.0f; };
+  const auto channel_bias = [&](int channel) { return bias != nullptr && channel < limit ? bias[channel] : 0.0f; };
+
+  float m_scale[2] = {1.0f, 1.0f};
+  float m_bias[2] = {0.0f, 0.0f};
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int at = m + g + 8 * i;
+    if constexpr (kScaling == Scaling::kRow) m_scale[i] = kTokensOnM ? token_scale(at) : channel_scale(at);
+    if constexpr (!kTokensOnM) m_bias[i] = channel_bias(at);
+  }
+  // Values (8j + 2q, 8j + 2q + 1) of N in row 8*half of M, finished and packed.
+  const auto packed = [&](int j, int half) {
+    float v[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int at = n + 8 * j + 2 * q + i;
+      v[i] = as_f32(acc[4 * j + 2 * half + i]);
+      if constexpr (kScaling == Scaling::kRow) {
+        const float n_scale = kTokensOnM ? channel_scale(at) : token_scale(at);
+        v[i] = __fmul_rn(v[i], __fmul_rn(m_scale[half], n_scale));
+      }
+      if (bias != nullptr) v[i] = __fadd_rn(v[i], kTokensOnM ? channel_bias(at) : m_bias[half]);
+    }
+    return pack_bf16(v[0], v[1]);
+  };
+
+  if constexpr (kTokensOnM) {
+    static_assert(kN % 32 == 0);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const std::int32_t row = tile.row + m + g + 8 * half;
+#pragma unroll
+      for (int j = 0; j < kN / 8; j += 4) {
+        std::uint32_t w[4] = {packed(j, half), packed(j + 1, half), packed(j + 2, half), packed(j + 3, half)};
+        transpose_quad(w);
+        if (row < tile.end) store_eight(p, row, columns.first, n + 8 * (j + q), limit, w);
+      }
+    }
+  } else {
+    // Token-major after the transposition: two blocks of eight weight rows for each of two blocks of eight tokens.
+#pragma unroll
+    for (int j = 0; j < kN / 8; j += 2) {
+      constexpr bool kSingle = kN == 8;
+      std::uint32_t w[4];
+      w[0] = sm90::transpose_8x8(packed(j, 0));
+      w[1] = sm90::transpose_8x8(packed(j, 1));
+      w[2] = kSingle ? 0u : sm90::transpose_8x8(packed(kSingle ? j : j + 1, 0));
+      w[3] = kSingle ? 0u : sm90::transpose_8x8(packed(kSingle ? j : j + 1, 1));
+      transpose_quad(w);
+      const int token = n + 8 * (j + q / 2) + g;
+      if ((!kSingle || q < 2) && tile.row + token < tile.end)
+        store_eight(p, tile.row + token, columns.first, m + 8 * (q % 2), limit, w);
+    }
+  }
+}
+
+}  // namespace sluice::grouped_gemm::wgmma
