@@ -4,6 +4,7 @@
 import argparse
 import concurrent.futures
 import datetime
+import fnmatch
 import json
 import os
 import pathlib
@@ -14,10 +15,13 @@ import sys
 import tempfile
 import time
 
+import summarise_tests
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PARTS = ("tests", "sanitizers", "bench", "peers")
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 FILTERS = ROOT / "tests" / "gpu" / "sanitizer_filters.txt"
+ALLOWED_SKIPS = ROOT / "tests" / "gpu" / "allowed_skips.txt"
 SANITIZER_ERROR = 86
 PACKED = "packed.json"
 
@@ -119,6 +123,11 @@ def run_gtest(program, arguments, timeout_s, wrapper=()):
         except (OSError, ValueError):
             results = {}
     return count_results(results), status, output
+
+
+def forbidden_skips(skips, patterns):
+    """Of "test: reason" lines those whose test no pattern allows to skip where there is a GPU."""
+    return [skip for skip in skips if not any(fnmatch.fnmatchcase(skip.split(": ", 1)[0], pattern) for pattern in patterns)]
 
 
 def run_tests(build):
@@ -307,7 +316,8 @@ def main(arguments):
     say(f"wrote {path}")
     tests, sanitizers = record.get("tests", {}), record.get("sanitizers", {})
     problems = tests.get("failures", []) + record.get("bench", {}).get("failures", [])
-    problems += [f"skipped: {skip}" for skip in tests.get("skips", [])]
+    patterns = summarise_tests.read_patterns(ALLOWED_SKIPS)
+    problems += [f"skipped, and not on the list: {skip}" for skip in forbidden_skips(tests.get("skips", []), patterns)]
     problems += [f"{r['tool']} {r['program']}: {r['verdict']}" for r in sanitizers.get("runs", []) if r["verdict"] != "clean"]
     for problem in problems:
         say(problem)

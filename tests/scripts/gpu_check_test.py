@@ -3,10 +3,12 @@
 
 import contextlib
 import copy
+import fnmatch
 import io
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import tempfile
@@ -115,6 +117,21 @@ class Judgement(unittest.TestCase):
             for one in pattern.split("-")[0].split(":"):
                 for word in one.replace("*", ".").replace("/", ".").split("."):
                     self.assertIn(word, sources[program], f"{pattern} in {program}")
+
+    def test_every_gpu_fixture_may_skip_where_there_is_no_gpu(self):
+        patterns = gpu_check.summarise_tests.read_patterns(ROOT / "tests" / "allowed_skips.txt")
+        suites = {}
+        for path in (ROOT / "tests" / "gpu").glob("**/*_test.cpp"):
+            for suite, test in re.findall(r"^TEST_[FP]\((\w+),\s*(\w+)\)", path.read_text(), re.MULTILINE):
+                suites[f"{suite}.{test}"] = path.name
+        self.assertGreater(len(suites), 0)
+        for name, path in suites.items():
+            self.assertTrue(any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns), f"{name} of {path}")
+
+    def test_skips_where_there_is_a_gpu(self):
+        skips = ["A.OneDevice: needs two GPUs", "A.Other: no CUDA device"]
+        self.assertEqual(gpu_check.forbidden_skips(skips, ["A.One*"]), skips[1:])
+        self.assertEqual(gpu_check.forbidden_skips(skips, []), skips)
 
     def test_benchmarks_keep_their_figures_when_they_fail(self):
         program = ["x", sys.executable, "-c", "import sys; print('{\"us\": 1}'); print('oh'); print('[1]'); sys.exit(3)"]
