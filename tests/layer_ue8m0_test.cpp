@@ -2,6 +2,7 @@
 // format must reach the pack and the activation of the routed and of the shared expert, at every entry point.
 #include <gtest/gtest.h>
 
+#include "harness/impls.h"
 #include "harness/layer_run.h"
 #include "sluice/stage/grouped_gemm.h"
 #include "sluice/stage/pack.h"
@@ -16,7 +17,7 @@ constexpr std::int64_t kTokens = 20;
 template <class Args>
 void run_stage(std::span<const Impl<Args>> impls, const Args& args, bool reference) {
   ASSERT_TRUE(check(args)) << check(args).message();
-  const Impl<Args>& impl = reference ? impls.back() : impls.front();
+  const Impl<Args>& impl = reference ? impls.back() : on_cpu(impls).front();
   const Machine machine = Machine::detect_cpu(1);
   std::vector<std::byte> scratch(
       static_cast<std::size_t>(impl.scratch_bytes == nullptr ? 0 : impl.scratch_bytes(args, machine)));

@@ -137,8 +137,6 @@ def run_fp8(row, name, n, k, all_offsets):
     # One call an expert, its rows padded to 16 as the call wants: only where the launches do not drown everything.
     if active > 64:
         return
-    # The call reads the scales of w in rows of a multiple of four; with other strides its results are wrong.
-    w_scale_padded = torch.nn.functional.pad(w_scale, (0, -(k // 128) % 4))
     pieces = []
     for offsets in all_offsets:
         one = []
@@ -149,7 +147,7 @@ def run_fp8(row, name, n, k, all_offsets):
                 x.view(torch.uint8)[: end - begin] = a.view(torch.uint8)[begin:end]
                 s = torch.zeros((k // 128, padded), dtype=torch.float32, device="cuda")
                 s[:, : end - begin] = a_scale[begin:end].t()
-                one.append((x, s.t(), w[e].t(), w_scale_padded[e, :, : k // 128].t(), begin, end))
+                one.append((x, s.t(), w[e].t(), w_scale[e].t(), begin, end))
         pieces.append(one)
 
     def run_loop(v):
