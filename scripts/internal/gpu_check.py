@@ -24,6 +24,9 @@ FILTERS = ROOT / "tests" / "gpu" / "sanitizer_filters.txt"
 ALLOWED_SKIPS = ROOT / "tests" / "gpu" / "allowed_skips.txt"
 SANITIZER_ERROR = 86
 PACKED = "packed.json"
+# What a benchmark must be given to print JSON lines, and the one that is for tuning and judges nothing.
+BENCH_ARGUMENTS = {"gpu_stages": ["--json"]}
+TUNING = {"gpu_gemm_tiles"}
 
 
 def say(text):
@@ -236,7 +239,8 @@ def run_benches(programs):
 
 def bench_programs(build):
     folder = build / "bench"
-    return [[path.name, path] for path in sorted(folder.glob("gpu_*")) if path.is_file() and os.access(path, os.X_OK)]
+    found = [path for path in sorted(folder.glob("gpu_*")) if path.is_file() and os.access(path, os.X_OK) and path.name not in TUNING]
+    return [[path.name, path, *BENCH_ARGUMENTS.get(path.name, [])] for path in found]
 
 
 def python_with_torch(wanted):
