@@ -17,7 +17,7 @@ struct LayerInfo {
   std::string family;                 // model_type, e.g. "deepseek_v3"
   std::string gate;                   // describe(config.gate)
   DType expert_dtype = DType::kBF16;  // as stored; packed formats (MXFP4, int4) are named in expert_format
-  std::string expert_format;          // "e4m3 128x128", "bf16", "mxfp4", "int4 g32", ...
+  std::string expert_format;          // "e4m3 128x128", "int8 per channel", "bf16", "mxfp4", ...
   std::string shared_format;          // "" without a shared expert
   DType gate_dtype = DType::kBF16;
   std::int64_t layer_bytes = 0;       // of all the layer's tensors in the files
@@ -27,7 +27,7 @@ struct LayerInfo {
 };
 
 struct LoadOptions {
-  Precision precision = Precision::kF32;  // kBF16 on e4m3 weights dequantises them to bf16 while loading
+  Precision precision = Precision::kF32;  // kBF16 on e4m3 and int8 weights dequantises them to bf16 while loading
   bool routed_only = false;               // the shared expert is still accounted for, but not read
   // Called with bytes done and in all; may be empty.
   std::function<void(std::int64_t done, std::int64_t total)> progress = {};
