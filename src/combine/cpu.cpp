@@ -12,7 +12,7 @@
 #include "cpu/columns-inl.h"
 #include "cpu/parallel.h"
 #include "cpu/score_math-inl.h"
-#include "sluice/stage/combine.h"
+#include "combine/impls.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace sluice::combine {

@@ -1,8 +1,8 @@
-// Stage 9 on a GPU: a thread takes eight columns of a token and walks its slots in order, so the sum needs no atomics and
+// Stage 9 on a GPU: a thread takes eight columns of a token and adds its slots in order, so the sum needs no atomics and
 // has one order. Bytes moved: every present row of y once, out once.
+#include "combine/impls.h"
 #include "cuda/columns.cuh"
 #include "cuda/launch.h"
-#include "combine/cuda.h"
 
 namespace sluice::combine {
 
@@ -32,63 +32,77 @@ struct Params {
   bool accumulate;
   void* out;  // [T,H]
   std::int64_t out_stride;
-  std::int64_t num_tokens, hidden, units_per_token;
+  std::int64_t num_tokens, hidden, warps_per_token;
   std::int32_t num_slots;
   bool wide_y, wide_shared, wide_out;
 };
 
-__device__ __forceinline__ void load8(const std::uint16_t* from, int count, bool wide, float (&v)[kColumns]) {
-  if (wide) {
-    const uint4 bits = __ldg(reinterpret_cast<const uint4*>(from));
-    const std::uint32_t word[4] = {bits.x, bits.y, bits.z, bits.w};
+// Eight columns as they come from memory.
+template <class Y>
+struct RawUnit {
+  static constexpr int kParts = static_cast<int>(sizeof(Y)) / 2;
+  uint4 part[kParts];
+  __device__ __forceinline__ void load(const Y* from) {
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      v[j * 2] = __uint_as_float(word[j] << 16);
-      v[j * 2 + 1] = __uint_as_float(word[j] & 0xFFFF0000u);
-    }
-    return;
+    for (int i = 0; i < kParts; ++i) part[i] = __ldg(reinterpret_cast<const uint4*>(from) + i);
   }
-#pragma unroll
-  for (int i = 0; i < kColumns; ++i) v[i] = i < count ? f32_from_bf16(from[i]) : 0.0f;
-}
-__device__ __forceinline__ void load8(const float* from, int count, bool wide, float (&v)[kColumns]) {
-  if (wide) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const float4 f = *(reinterpret_cast<const float4*>(from) + i);
-      v[i * 4] = f.x;
-      v[i * 4 + 1] = f.y;
-      v[i * 4 + 2] = f.z;
-      v[i * 4 + 3] = f.w;
-    }
-    return;
+  __device__ __forceinline__ float column(int i) const {
+    const uint4& bits = part[i * kParts / kColumns];
+    const int word_of = i * kParts % kColumns / 2;
+    const std::uint32_t word = word_of == 0 ? bits.x : word_of == 1 ? bits.y : word_of == 2 ? bits.z : bits.w;
+    if constexpr (sizeof(Y) == 4) return __uint_as_float(word);
+    return __uint_as_float(i % 2 == 0 ? word << 16 : word & 0xFFFF0000u);
   }
-#pragma unroll
-  for (int i = 0; i < kColumns; ++i) v[i] = i < count ? from[i] : 0.0f;
-}
+};
 
 template <class Y, class Out>
 __global__ void __launch_bounds__(kThreads) combine_tokens(const __grid_constant__ Params p) {
-  const std::int64_t unit = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  const std::int64_t token = unit / p.units_per_token;
+  const std::int64_t warp = (static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x) / 32;
+  const std::int64_t token = warp / p.warps_per_token;
   if (token >= p.num_tokens) return;
-  const std::int64_t column = (unit - token * p.units_per_token) * kColumns;
+  const std::int64_t column = ((warp - token * p.warps_per_token) * 32 + threadIdx.x % 32) * kColumns;
   const int count = columns_left(p.hidden, column, kColumns);
+  if (count == 0) return;
   const bool whole = count == kColumns;
   const std::int32_t* const slot_row = p.slot_row + token * p.slot_row_stride;
   const float* const weight = p.weight == nullptr ? nullptr : p.weight + token * p.weight_stride;
   float acc[kColumns] = {};
   bool any = false;
-#pragma unroll 8
-  for (int s = 0; s < p.num_slots; ++s) {
-    const std::int32_t row = __ldg(slot_row + s);
-    if (row < 0 || row >= p.capacity) continue;
-    any = true;
-    const float w = weight == nullptr ? 1.0f : __ldg(weight + s);
-    float y[kColumns];
-    load8(static_cast<const Y*>(p.y) + row * p.y_stride + column, count, p.wide_y && whole, y);
+  // The loads of a few slots are in flight together; the sums keep their order.
+  constexpr int kBatch = 8 / RawUnit<Y>::kParts;
+  for (int first = 0; first < p.num_slots; first += kBatch) {
+    std::int32_t row[kBatch];
+    float w[kBatch];
 #pragma unroll
-    for (int i = 0; i < kColumns; ++i) acc[i] = __fmaf_rn(w, y[i], acc[i]);
+    for (int j = 0; j < kBatch; ++j) {
+      const bool is_slot = first + j < p.num_slots;
+      row[j] = is_slot ? __ldg(slot_row + first + j) : -1;
+      w[j] = is_slot && weight != nullptr ? __ldg(weight + first + j) : 1.0f;
+      if (row[j] >= p.capacity) row[j] = -1;
+      any = any || row[j] >= 0;
+    }
+    if (p.wide_y && whole) {
+      RawUnit<Y> raw[kBatch];
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) {
+        if (row[j] >= 0) raw[j].load(static_cast<const Y*>(p.y) + row[j] * p.y_stride + column);
+      }
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) {
+        if (row[j] < 0) continue;
+#pragma unroll
+        for (int i = 0; i < kColumns; ++i) acc[i] = __fmaf_rn(w[j], raw[j].column(i), acc[i]);
+      }
+    } else {
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) {
+        if (row[j] < 0) continue;
+        float y[kColumns];
+        load_unit(static_cast<const Y*>(p.y) + row[j] * p.y_stride + column, count, false, y);
+#pragma unroll
+        for (int i = 0; i < kColumns; ++i) acc[i] = __fmaf_rn(w[j], y[i], acc[i]);
+      }
+    }
   }
   if (p.shared != nullptr) {
     any = true;
@@ -96,9 +110,9 @@ __global__ void __launch_bounds__(kThreads) combine_tokens(const __grid_constant
     float y[kColumns];
     const std::int64_t at = token * p.shared_stride + column;
     if (p.shared_is_bf16) {
-      load8(static_cast<const std::uint16_t*>(p.shared) + at, count, p.wide_shared && whole, y);
+      load_unit(static_cast<const std::uint16_t*>(p.shared) + at, count, p.wide_shared && whole, y);
     } else {
-      load8(static_cast<const float*>(p.shared) + at, count, p.wide_shared && whole, y);
+      load_unit(static_cast<const float*>(p.shared) + at, count, p.wide_shared && whole, y);
     }
 #pragma unroll
     for (int i = 0; i < kColumns; ++i) acc[i] = __fmaf_rn(w, y[i], acc[i]);  // w = 1: y + acc
@@ -107,43 +121,13 @@ __global__ void __launch_bounds__(kThreads) combine_tokens(const __grid_constant
   if (p.accumulate) {
     if (!any) return;  // out keeps its bits
     float old[kColumns];
+    load_unit(out, count, false, old);
 #pragma unroll
-    for (int i = 0; i < kColumns; ++i) {
-      if constexpr (sizeof(Out) == 2) {
-        old[i] = i < count ? f32_from_bf16(out[i]) : 0.0f;
-      } else {
-        old[i] = i < count ? out[i] : 0.0f;
-      }
-      acc[i] = __fadd_rn(old[i], acc[i]);
-    }
+    for (int i = 0; i < kColumns; ++i) acc[i] = __fadd_rn(old[i], acc[i]);
   }
 #pragma unroll
   for (int i = 0; i < kColumns; ++i) acc[i] = canonical(acc[i]);
-  if constexpr (sizeof(Out) == 2) {
-    if (p.wide_out && whole) {
-      std::uint32_t word[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j)
-        word[j] = bf16_from_f32(acc[j * 2]) | static_cast<std::uint32_t>(bf16_from_f32(acc[j * 2 + 1])) << 16;
-      *reinterpret_cast<uint4*>(out) = make_uint4(word[0], word[1], word[2], word[3]);
-      return;
-    }
-  } else {
-    if (p.wide_out && whole) {
-      reinterpret_cast<float4*>(out)[0] = make_float4(acc[0], acc[1], acc[2], acc[3]);
-      reinterpret_cast<float4*>(out)[1] = make_float4(acc[4], acc[5], acc[6], acc[7]);
-      return;
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < kColumns; ++i) {
-    if (i >= count) break;
-    if constexpr (sizeof(Out) == 2) {
-      out[i] = bf16_from_f32(acc[i]);
-    } else {
-      out[i] = acc[i];
-    }
-  }
+  store_unit(acc, out, count, p.wide_out && whole);
 }
 
 // ---------------------------------------------------------------------------------------------------------
@@ -186,13 +170,13 @@ Status run_cuda(const Args& args, const Ctx& ctx) {
   p.out_stride = args.out.stride[0];
   p.num_tokens = args.out.shape[0];
   p.hidden = args.out.shape[1];
-  p.units_per_token = ceil_div(p.hidden, kColumns);
+  p.warps_per_token = ceil_div(p.hidden, 32 * kColumns);
   p.wide_y = allows_wide(args.y);
   p.wide_out = allows_wide(args.out);
   if (p.num_tokens == 0 || p.hidden == 0) return Status::ok();
   const auto kernel =
       args.y.dtype == DType::kBF16 ? kernel_for<std::uint16_t>(args.out.dtype) : kernel_for<float>(args.out.dtype);
-  const std::int64_t blocks = ceil_div(p.num_tokens * p.units_per_token, kThreads);
+  const std::int64_t blocks = ceil_div(p.num_tokens * p.warps_per_token, kThreads / 32);
   return launch("combine", kernel, static_cast<unsigned>(blocks), kThreads, 0, stream_of(ctx), p);
 }
 

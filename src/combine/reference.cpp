@@ -5,7 +5,7 @@
 
 #include "reference/convert.h"
 #include "reference/spec_math.h"
-#include "sluice/stage/combine.h"
+#include "combine/impls.h"
 
 namespace sluice::combine {
 namespace {

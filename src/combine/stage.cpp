@@ -1,32 +1,19 @@
 // Stage 9, combine: what is legal, and which implementations there are.
-#include "sluice/stage/combine.h"
+#include "combine/impls.h"
 
 #include <fmt/format.h>
 
-#ifdef SLUICE_WITH_CUDA
-#include "device/device.h"
-#include "combine/cuda.h"
-#endif
+#include "core/can_run.h"
 
 namespace sluice::combine {
 
-Status run_reference(const Args& args, const Ctx& ctx);
-Status run_cpu(const Args& args, const Ctx& ctx);
-std::string describe_cpu(const Args& args, const Machine& machine);
-
 namespace {
-
-Status always(const Args&, const Machine&) { return Status::ok(); }
-#ifdef SLUICE_WITH_CUDA
-Status on_gpu(const Args&, const Machine& machine) { return device::runs_plain_kernels(machine); }
-#endif
-
 constexpr Impl<Args> kImpls[] = {
 #ifdef SLUICE_WITH_CUDA
-    {"cuda", DeviceKind::kCuda, on_gpu, nullptr, nullptr, run_cuda},
+    {"cuda", DeviceKind::kCuda, on_gpu<Args>, nullptr, nullptr, run_cuda},
 #endif
-    {"cpu", DeviceKind::kCpu, always, nullptr, describe_cpu, run_cpu},
-    {"reference", DeviceKind::kCpu, always, nullptr, nullptr, run_reference},
+    {"cpu", DeviceKind::kCpu, always<Args>, nullptr, describe_cpu, run_cpu},
+    {"reference", DeviceKind::kCpu, always<Args>, nullptr, nullptr, run_reference},
 };
 
 }  // namespace

@@ -47,8 +47,26 @@ struct DeviceRowGroups {
 
   __device__ __forceinline__ bool owns(std::int64_t row) const {
     if (expert_offset != nullptr) return row >= expert_offset[0] && row < expert_offset[num_groups];
-    if (counts != nullptr) return row % rows_per_group < counts[row / rows_per_group];
+    if (counts != nullptr) {
+      const std::uint32_t group = static_cast<std::uint32_t>(row) / static_cast<std::uint32_t>(rows_per_group);
+      return static_cast<std::int32_t>(row - static_cast<std::int64_t>(group) * rows_per_group) < counts[group];
+    }
     return true;
+  }
+};
+
+// The same for one that asks often: what two offsets say is read once.
+struct OwnedRows {
+  DeviceRowGroups groups;
+  std::int64_t begin = 0, end = 0;
+
+  __device__ __forceinline__ OwnedRows(const DeviceRowGroups& g, std::int64_t num_rows) : groups(g), end(num_rows) {
+    if (g.expert_offset == nullptr) return;
+    begin = g.expert_offset[0];
+    end = min(end, static_cast<std::int64_t>(g.expert_offset[g.num_groups]));
+  }
+  __device__ __forceinline__ bool has(std::int64_t row) const {
+    return row >= begin && row < end && (groups.counts == nullptr || groups.owns(row));
   }
 };
 

@@ -17,7 +17,7 @@
 #include "cpu/parallel.h"
 #include "cpu/score_math-inl.h"
 #include "cpu/scratch.h"
-#include "sluice/stage/pack.h"
+#include "pack/impls.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace sluice::pack {

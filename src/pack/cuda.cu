@@ -1,11 +1,15 @@
-// Stage 3 on a GPU. Where slot_row is given a thread block takes a token, quantises it once and writes it to each of
-// its rows; otherwise (rows that are the tokens, weighted rows) it takes a row. Bytes moved: x once, every row once.
-#include <algorithm>
+// Stage 3 on a GPU. Where slot_row is given a token is read and quantised once and written to each of its rows; otherwise
+// (rows that are the tokens, weighted rows) each row is a source of its own. Bytes moved: x once, every row once.
+//
+// Scales [Hb,R] of rows of one token lie R apart in 4-byte pieces, which cost as much as the rows' 32-byte sectors. So the
+// token's scales go to scratch [T,Hb] first, and a second kernel, row by row, brings them where they belong in whole lines.
+#include <string>
 
 #include "cuda/columns.cuh"
 #include "cuda/launch.h"
+#include "cuda/row_amax.cuh"
 #include "cuda/row_groups.cuh"
-#include "pack/cuda.h"
+#include "pack/impls.h"
 
 namespace sluice::pack {
 
@@ -18,11 +22,16 @@ namespace {
 using namespace sluice::cuda;  // NOLINT: the device helpers, in this file alone
 
 constexpr int kMaxSlots = 32;
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / 32;
+constexpr int kWarpColumns = 32 * kUnitColumns;
+// Where fewer rows are packed the second kernel costs more than it saves.
+constexpr std::int64_t kMinRowsForScratch = 8192;
 
 struct Params {
   const void* x;  // [T,H]
   std::int64_t x_stride;
-  const float* x_scale;  // [Hb,T]
+  const float* x_scale;  // [Hb or 1,T]
   std::int64_t x_scale_block, x_scale_token;
   const std::int32_t* slot_row;  // [T,S]; null: one source per row
   std::int64_t slot_row_stride;
@@ -34,108 +43,173 @@ struct Params {
   std::int64_t weight_stride;
   void* rows;  // [R,H]
   std::int64_t rows_stride;
-  float* rows_scale;  // [Hb,R]
+  float* rows_scale;  // [Hb or 1,R]
   std::int64_t rows_scale_block, rows_scale_row;
-  std::int64_t num_tokens, capacity;  // T, R
-  std::int32_t num_slots;             // S
-  std::int64_t hidden;                // H
+  float* token_scale;                                      // [T,Hb] scratch; null: straight to rows_scale
+  std::int64_t num_tokens, capacity;                       // T, R
+  std::int64_t num_sources, warps_per_source, num_scales;  // num_scales: Hb or 1
+  std::int32_t num_slots;                                  // S
+  std::int64_t hidden;                                     // H
   ScaleFormat scale_format;
   bool wide_x, wide_rows;
 };
 
-// What one thread block packs: a token and the rows that want it.
+// A token and the rows that want it: lane s of a warp holds row s, -1 for none.
 struct Source {
   std::int64_t token;
   float weight;
-  int num_rows;
-  std::int32_t rows[kMaxSlots];
+  std::int32_t row;
+  int num_slots;
 };
 
-__device__ __forceinline__ bool find_source(const Params& p, Source& source) {
-  if (threadIdx.x == 0) {
-    const std::int64_t i = blockIdx.x;
-    source.weight = 1.0f;
-    source.num_rows = 0;
-    if (p.slot_row != nullptr) {
-      source.token = i;
-      for (int s = 0; s < p.num_slots; ++s) {
-        const std::int32_t row = p.slot_row[i * p.slot_row_stride + s];
-        if (row >= 0 && row < p.capacity) source.rows[source.num_rows++] = row;
-      }
-    } else if ((p.num_rows == nullptr || i < *p.num_rows) && p.groups.owns(i)) {
-      source.token = p.row_token == nullptr ? i : p.row_token[i];
-      if (source.token >= 0 && source.token < p.num_tokens)
-        source.rows[source.num_rows++] = static_cast<std::int32_t>(i);
-      if (p.weight != nullptr) {
-        const std::int32_t slot = p.row_slot[i];
-        source.weight = p.weight[slot / p.num_slots * p.weight_stride + slot % p.num_slots];
-      }
-    }
+// Source i for this warp; false when nothing wants it.
+__device__ __forceinline__ bool find_source(const Params& p, std::int64_t i, Source& source) {
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  source.weight = 1.0f;
+  source.row = -1;
+  if (p.slot_row != nullptr) {
+    source.token = i;
+    source.num_slots = p.num_slots;
+    if (lane < p.num_slots) source.row = __ldg(p.slot_row + i * p.slot_row_stride + lane);
+    if (source.row >= p.capacity) source.row = -1;
+    return true;  // not asked here: x is on its way while the rows are
   }
-  __syncthreads();
-  return source.num_rows > 0;
+  if ((p.num_rows != nullptr && i >= *p.num_rows) || !p.groups.owns(i)) return false;
+  source.num_slots = 1;
+  source.token = p.row_token == nullptr ? i : p.row_token[i];
+  if (source.token < 0 || source.token >= p.num_tokens) return false;
+  if (lane == 0) source.row = static_cast<std::int32_t>(i);
+  if (p.weight != nullptr) {
+    const std::int32_t slot = p.row_slot[i];
+    source.weight = p.weight[slot / p.num_slots * p.weight_stride + slot % p.num_slots];
+  }
+  return true;
 }
 
-// X: float or std::uint16_t (bf16); Q: float, std::uint16_t (bf16) or std::uint8_t (e4m3 with scales).
-template <class X, class Q>
-__global__ void __launch_bounds__(512) pack_rows(const __grid_constant__ Params p) {
-  __shared__ Source source;
-  if (!find_source(p, source)) return;
+// v = x[token, column ...] (* weight); returns how many columns there are.
+template <class X>
+__device__ __forceinline__ int load_token(const Params& p, const Source& source, std::int64_t column,
+                                          float (&v)[kUnitColumns]) {
   const X* const x = static_cast<const X*>(p.x) + source.token * p.x_stride;
-  const std::int64_t num_units = ceil_div(p.hidden, kScaleBlock) * kUnitsPerBlock;
-  for (std::int64_t first = 0; first < num_units; first += blockDim.x) {
-    const std::int64_t column = (first + threadIdx.x) * kUnitColumns;
-    const int count = columns_left(p.hidden, column, kUnitColumns);
-    float v[kUnitColumns];
-    load_unit(count > 0 ? x + column : x, count, p.wide_x && count == kUnitColumns, v);
-    if (p.weight != nullptr) {
+  const int count = columns_left(p.hidden, column, kUnitColumns);
+  load_unit(count > 0 ? x + column : x, count, p.wide_x && count == kUnitColumns, v);
+  if (p.weight != nullptr) {
 #pragma unroll
-      for (int i = 0; i < kUnitColumns; ++i) v[i] = canonical(__fmul_rn(v[i], source.weight));
+    for (int i = 0; i < kUnitColumns; ++i) v[i] = canonical(__fmul_rn(v[i], source.weight));
+  }
+  return count;
+}
+
+// A warp packs 512 columns of a source. X: float or std::uint16_t (bf16); Q: float, std::uint16_t (bf16) or std::uint8_t
+// (e4m3 with a scale for 128 columns).
+template <class X, class Q>
+__global__ void __launch_bounds__(kThreads) pack_columns(const __grid_constant__ Params p) {
+  const std::int64_t warp = static_cast<std::int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
+  const std::int64_t i = warp / p.warps_per_source;
+  if (i >= p.num_sources) return;
+  Source source;
+  if (!find_source(p, i, source)) return;
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  const std::int64_t column = (warp - i * p.warps_per_source) * kWarpColumns + lane * kUnitColumns;
+  float v[kUnitColumns];
+  const int count = load_token<X>(p, source, column, v);
+  const bool wide = p.wide_rows && count == kUnitColumns;
+  if constexpr (sizeof(Q) == 1) {
+    const GroupAmax group = block_amax(v);
+    const float scale = scale_of<Q>(group.amax, p.scale_format);
+    const uint4 q = quantise_unit<Q>(v, scale, group.finite);
+    const bool first_of_block = lane % kUnitsPerBlock == 0 && count > 0;
+    const std::int64_t block = column / kScaleBlock;
+    if (p.token_scale != nullptr && first_of_block) p.token_scale[i * p.num_scales + block] = scale;
+    for (int s = 0; s < source.num_slots; ++s) {
+      const std::int64_t row = __shfl_sync(kAllLanes, source.row, s);
+      if (row < 0) continue;
+      store_bytes(q, static_cast<Q*>(p.rows) + row * p.rows_stride + column, count, wide);
+      if (p.token_scale == nullptr && first_of_block)
+        p.rows_scale[block * p.rows_scale_block + row * p.rows_scale_row] = scale;
     }
-    const bool wide = p.wide_rows && count == kUnitColumns;
-    if constexpr (sizeof(Q) == 1) {
-      const float scale = block_scale(v, p.scale_format);
-      uint4 q;
-      quantise_unit(v, scale, q);
-      for (int s = 0; s < source.num_rows; ++s) {
-        const std::int64_t row = source.rows[s];
-        store_bytes(q, static_cast<std::uint8_t*>(p.rows) + row * p.rows_stride + column, count, wide);
-        if (threadIdx.x % kUnitsPerBlock == 0 && count > 0) {
-          p.rows_scale[column / kScaleBlock * p.rows_scale_block + row * p.rows_scale_row] = scale;
-        }
-      }
-    } else {
-      for (int s = 0; s < source.num_rows; ++s) {
-        store_unit(v, static_cast<Q*>(p.rows) + source.rows[s] * p.rows_stride + column, count, wide);
-      }
+  } else {
+    for (int s = 0; s < source.num_slots; ++s) {
+      const std::int64_t row = __shfl_sync(kAllLanes, source.row, s);
+      if (row < 0) continue;
+      store_unit(v, static_cast<Q*>(p.rows) + row * p.rows_stride + column, count, wide);
     }
   }
 }
 
-// Rows that are only moved, bit by bit: e4m3 with its scales, and bf16 to bf16, where a rounding would touch NaN.
-template <class T>
-__global__ void __launch_bounds__(512) move_rows(const __grid_constant__ Params p) {
-  __shared__ Source source;
-  if (!find_source(p, source)) return;
-  const T* const x = static_cast<const T*>(p.x) + source.token * p.x_stride;
-  constexpr int kElems = 16 / static_cast<int>(sizeof(T));
-  const bool wide = p.wide_x && p.wide_rows;
-  const std::int64_t num_wide = wide ? p.hidden / kElems : 0;
-  for (std::int64_t i = threadIdx.x; i < num_wide; i += blockDim.x) {
-    const uint4 bits = __ldg(reinterpret_cast<const uint4*>(x) + i);
-    for (int s = 0; s < source.num_rows; ++s) {
-      reinterpret_cast<uint4*>(static_cast<T*>(p.rows) + source.rows[s] * p.rows_stride)[i] = bits;
+// A thread block packs a source with one scale for the row. Q: std::uint8_t (e4m3) or std::int8_t.
+template <class X, class Q>
+__global__ void __launch_bounds__(1024) pack_with_row_scale(const __grid_constant__ Params p) {
+  __shared__ RowAmaxStorage storage;
+  Source source;
+  if (!find_source(p, blockIdx.x, source)) return;
+  float v[kUnitColumns];
+  const auto load = [&](std::int64_t column, float(&to)[kUnitColumns]) { load_token<X>(p, source, column, to); };
+  const GroupAmax group = row_amax(p.hidden, load, v, storage);
+  const float scale = scale_of<Q>(group.amax, p.scale_format);
+  const std::int64_t step = static_cast<std::int64_t>(blockDim.x) * kUnitColumns;
+  for (std::int64_t first = 0; first < p.hidden; first += step) {
+    const std::int64_t column = first + static_cast<std::int64_t>(threadIdx.x) * kUnitColumns;
+    if (p.hidden > step) load(column, v);
+    const int count = columns_left(p.hidden, column, kUnitColumns);
+    const uint4 q = quantise_unit<Q>(v, scale, group.finite);
+    for (int s = 0; s < source.num_slots; ++s) {
+      const std::int64_t row = __shfl_sync(kAllLanes, source.row, s);
+      if (row < 0) continue;
+      store_bytes(q, static_cast<Q*>(p.rows) + row * p.rows_stride + column, count,
+                  p.wide_rows && count == kUnitColumns);
+      if (column == 0) p.rows_scale[row * p.rows_scale_row] = scale;
     }
   }
-  for (std::int64_t i = num_wide * kElems + threadIdx.x; i < p.hidden; i += blockDim.x) {
-    for (int s = 0; s < source.num_rows; ++s) static_cast<T*>(p.rows)[source.rows[s] * p.rows_stride + i] = x[i];
+}
+
+// rows_scale[b,r] = token_scale[row_token[r],b]: a lane a row, a warp sixteen blocks.
+__global__ void __launch_bounds__(kThreads) spread_scales(const __grid_constant__ Params p) {
+  const std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (row >= p.capacity || (p.num_rows != nullptr && row >= *p.num_rows)) return;
+  const std::int64_t token = p.row_token[row];
+  if (token < 0 || token >= p.num_tokens) return;
+  const std::int64_t begin = static_cast<std::int64_t>(blockIdx.y) * 16;
+  const std::int64_t end = min(begin + 16, p.num_scales);
+#pragma unroll 16
+  for (std::int64_t b = begin; b < end; ++b) {
+    p.rows_scale[b * p.rows_scale_block + row * p.rows_scale_row] = __ldg(p.token_scale + token * p.num_scales + b);
   }
-  if (p.x_scale == nullptr) return;
-  const std::int64_t num_blocks = ceil_div(p.hidden, kScaleBlock);
-  for (std::int64_t b = threadIdx.x; b < num_blocks; b += blockDim.x) {
-    const float scale = p.x_scale[b * p.x_scale_block + source.token * p.x_scale_token];
-    for (int s = 0; s < source.num_rows; ++s)
-      p.rows_scale[b * p.rows_scale_block + source.rows[s] * p.rows_scale_row] = scale;
+}
+
+// Rows that are only moved, bit by bit: eight-bit ones with their scales, and bf16 to bf16, where a rounding would touch
+// NaN. A warp moves 512 bytes of a source.
+template <class T>
+__global__ void __launch_bounds__(kThreads) move_rows(const __grid_constant__ Params p) {
+  const std::int64_t warp = static_cast<std::int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
+  const std::int64_t i = warp / p.warps_per_source;
+  if (i >= p.num_sources) return;
+  Source source;
+  if (!find_source(p, i, source)) return;
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  const std::int64_t part = warp - i * p.warps_per_source;
+  constexpr int kElems = 16 / static_cast<int>(sizeof(T));
+  const std::int64_t column = (part * 32 + lane) * kElems;
+  const int count = columns_left(p.hidden, column, kElems);
+  const T* const x = static_cast<const T*>(p.x) + source.token * p.x_stride + column;
+  const bool wide = p.wide_x && p.wide_rows && count == kElems;
+  uint4 bits = {};
+  if (wide) bits = __ldg(reinterpret_cast<const uint4*>(x));
+  for (int s = 0; s < source.num_slots; ++s) {
+    const std::int64_t row = __shfl_sync(kAllLanes, source.row, s);
+    if (row < 0) continue;
+    T* const to = static_cast<T*>(p.rows) + row * p.rows_stride + column;
+    if (wide) {
+      *reinterpret_cast<uint4*>(to) = bits;
+    } else {
+      for (int c = 0; c < count; ++c) to[c] = x[c];
+    }
+    if (p.x_scale == nullptr) continue;
+    // Each warp of the source brings its share of the scales.
+    for (std::int64_t b = part * 32 + lane; b < p.num_scales; b += p.warps_per_source * 32) {
+      p.rows_scale[b * p.rows_scale_block + row * p.rows_scale_row] =
+          p.x_scale[b * p.x_scale_block + source.token * p.x_scale_token];
+    }
   }
 }
 
@@ -143,25 +217,54 @@ __global__ void __launch_bounds__(512) move_rows(const __grid_constant__ Params 
 // Launchers
 // ---------------------------------------------------------------------------------------------------------
 
-void (*kernel_for(const Args& args))(Params) {
-  const bool moved = args.x.dtype == args.rows.dtype && !args.weight.is_present();
-  if (args.x.dtype == DType::kE4M3) return move_rows<std::uint8_t>;
-  if (args.x.dtype == DType::kBF16) {
-    if (args.rows.dtype == DType::kE4M3) return pack_rows<std::uint16_t, std::uint8_t>;
-    if (args.rows.dtype == DType::kF32) return pack_rows<std::uint16_t, float>;
-    return moved ? move_rows<std::uint16_t> : pack_rows<std::uint16_t, std::uint16_t>;
-  }
-  if (args.rows.dtype == DType::kE4M3) return pack_rows<float, std::uint8_t>;
-  if (args.rows.dtype == DType::kBF16) return pack_rows<float, std::uint16_t>;
-  return moved ? move_rows<float> : pack_rows<float, float>;
+using Kernel = void (*)(Params);
+
+template <class X>
+Kernel kernel_for(DType rows, bool row_scale) {
+  if (rows == DType::kI8) return pack_with_row_scale<X, std::int8_t>;
+  if (rows == DType::kE4M3) return row_scale ? pack_with_row_scale<X, std::uint8_t> : pack_columns<X, std::uint8_t>;
+  if (rows == DType::kBF16) return pack_columns<X, std::uint16_t>;
+  return pack_columns<X, float>;
+}
+
+Kernel mover_for(DType dtype) {
+  if (size_bytes(dtype) == 1) return move_rows<std::uint8_t>;
+  return dtype == DType::kBF16 ? move_rows<std::uint16_t> : move_rows<float>;
+}
+
+bool by_token(const Args& args) { return args.slot_row.is_present() && !args.weight.is_present(); }
+bool is_moved(const Args& args) { return args.x.dtype == args.rows.dtype && !args.weight.is_present(); }
+
+// int8 with one column has the shape of a block.
+bool has_row_scale(const Args& args) {
+  if (args.rows.dtype == DType::kI8) return true;
+  return args.rows.dtype == DType::kE4M3 && args.rows_scale.shape[0] == 1 && args.rows.shape[1] > kScaleBlock;
+}
+
+bool scales_take_scratch(const Args& args) {
+  return by_token(args) && args.row_token.is_present() && args.rows.dtype == DType::kE4M3 && !is_moved(args) &&
+         !has_row_scale(args) && args.rows.shape[0] >= kMinRowsForScratch;
 }
 
 }  // namespace
 
+std::int64_t scratch_bytes_cuda(const Args& args, const Machine&) {
+  return scales_take_scratch(args) ? args.x.shape[0] * args.rows_scale.shape[0] * std::int64_t{sizeof(float)} : 0;
+}
+
+std::string describe_cuda(const Args& args, const Machine&) {
+  const std::string how = by_token(args) ? "each token once, to all its rows" : "row by row";
+  return scales_take_scratch(args) ? how + ", scales by way of scratch" : how;
+}
+
 Status run_cuda(const Args& args, const Ctx& ctx) {
+  const std::int64_t scratch_bytes = scratch_bytes_cuda(args, {});
+  if (static_cast<std::int64_t>(ctx.workspace.size()) < scratch_bytes) {
+    return {StatusCode::kWorkspaceTooSmall, "pack: the workspace has " + std::to_string(ctx.workspace.size()) +
+                                                " bytes, " + std::to_string(scratch_bytes) + " are needed"};
+  }
   const DeviceGuard guard(args.x.device.index);
   SLUICE_TRY(to_status(guard.error(), "pack: set device"));
-  const bool by_token = args.slot_row.is_present() && !args.weight.is_present();
   Params p = {};
   p.x = args.x.data;
   p.x_stride = args.x.stride[0];
@@ -172,7 +275,7 @@ Status run_cuda(const Args& args, const Ctx& ctx) {
     p.x_scale_block = args.x_scale.stride[0];
     p.x_scale_token = args.x_scale.stride[1];
   }
-  if (by_token) {
+  if (by_token(args)) {
     p.slot_row = args.slot_row.as<const std::int32_t>();
     p.slot_row_stride = args.slot_row.stride[0];
     p.num_slots = static_cast<std::int32_t>(args.slot_row.shape[1]);
@@ -197,11 +300,25 @@ Status run_cuda(const Args& args, const Ctx& ctx) {
   p.scale_format = args.scale_format;
   p.wide_x = allows_wide(args.x);
   p.wide_rows = allows_wide(args.rows);
-  const std::int64_t num_sources = by_token ? p.num_tokens : p.capacity;
-  if (num_sources == 0 || p.hidden == 0) return Status::ok();
-  const std::int64_t units = ceil_div(p.hidden, kScaleBlock) * kUnitsPerBlock;
-  const unsigned threads = static_cast<unsigned>(std::min<std::int64_t>(ceil_div(units, 32) * 32, 512));
-  return launch("pack", kernel_for(args), static_cast<unsigned>(num_sources), threads, 0, stream_of(ctx), p);
+  p.num_sources = by_token(args) ? p.num_tokens : p.capacity;
+  p.num_scales = args.rows_scale.is_present() ? args.rows_scale.shape[0] : 0;
+  if (p.num_sources == 0 || p.hidden == 0) return Status::ok();
+  const bool row_scale = !is_moved(args) && has_row_scale(args);
+  if (scratch_bytes > 0) p.token_scale = reinterpret_cast<float*>(ctx.workspace.data());
+  const Kernel kernel = is_moved(args)                 ? mover_for(args.x.dtype)
+                        : args.x.dtype == DType::kBF16 ? kernel_for<std::uint16_t>(args.rows.dtype, row_scale)
+                                                       : kernel_for<float>(args.rows.dtype, row_scale);
+  if (row_scale) {
+    return launch("pack", kernel, static_cast<unsigned>(p.num_sources), row_threads(p.hidden), 0, stream_of(ctx), p);
+  }
+  const std::int64_t warp_columns = is_moved(args) ? 512 / size_bytes(args.x.dtype) : kWarpColumns;
+  p.warps_per_source = ceil_div(p.hidden, warp_columns);
+  const std::int64_t blocks = ceil_div(p.num_sources * p.warps_per_source, kWarps);
+  SLUICE_TRY(launch("pack", kernel, static_cast<unsigned>(blocks), kThreads, 0, stream_of(ctx), p));
+  if (p.token_scale == nullptr) return Status::ok();
+  const dim3 grid(static_cast<unsigned>(ceil_div(p.capacity, kThreads)),
+                  static_cast<unsigned>(ceil_div(p.num_scales, 16)));
+  return launch("pack: scales", spread_scales, grid, kThreads, 0, stream_of(ctx), p);
 }
 
 }  // namespace sluice::pack

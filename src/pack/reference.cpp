@@ -7,7 +7,7 @@
 
 #include "reference/convert.h"
 #include "reference/spec_math.h"
-#include "sluice/stage/pack.h"
+#include "pack/impls.h"
 
 namespace sluice::pack {
 namespace {

@@ -1,43 +1,23 @@
 // Stage 3, pack: what is legal, and which implementations there are.
-#include "sluice/stage/pack.h"
+#include "pack/impls.h"
 
 #include <fmt/format.h>
-
-#ifdef SLUICE_WITH_CUDA
-#include "device/device.h"
-#include "pack/cuda.h"
-#endif
 
 #include <algorithm>
 #include <limits>
 
-namespace sluice::pack {
+#include "core/can_run.h"
 
-Status run_reference(const Args& args, const Ctx& ctx);
-Status run_cpu(const Args& args, const Ctx& ctx);
-std::int64_t scratch_bytes_cpu(const Args& args, const Machine& machine);
-std::string describe_cpu(const Args& args, const Machine& machine);
+namespace sluice::pack {
 
 namespace {
 
-Status always(const Args&, const Machine&) { return Status::ok(); }
-
-#ifdef SLUICE_WITH_CUDA
-Status can_run_cuda(const Args& args, const Machine& machine) {
-  SLUICE_TRY(device::runs_plain_kernels(machine));
-  if (args.rows.dtype == DType::kI8) return {StatusCode::kUnsupported, "int8 is not written yet"};
-  if (!is_quantised(args.rows.dtype) || args.rows_scale.shape[0] == ceil_div(args.rows.shape[1], kScaleBlock))
-    return Status::ok();
-  return {StatusCode::kUnsupported, "one scale a row is not written yet"};
-}
-#endif
-
 constexpr Impl<Args> kImpls[] = {
 #ifdef SLUICE_WITH_CUDA
-    {"cuda", DeviceKind::kCuda, can_run_cuda, nullptr, nullptr, run_cuda},
+    {"cuda", DeviceKind::kCuda, on_gpu<Args>, scratch_bytes_cuda, describe_cuda, run_cuda},
 #endif
-    {"cpu", DeviceKind::kCpu, always, scratch_bytes_cpu, describe_cpu, run_cpu},
-    {"reference", DeviceKind::kCpu, always, nullptr, nullptr, run_reference},
+    {"cpu", DeviceKind::kCpu, always<Args>, scratch_bytes_cpu, describe_cpu, run_cpu},
+    {"reference", DeviceKind::kCpu, always<Args>, nullptr, nullptr, run_reference},
 };
 
 }  // namespace

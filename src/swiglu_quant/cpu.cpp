@@ -13,7 +13,7 @@
 #include "cpu/parallel.h"
 #include "cpu/score_math-inl.h"
 #include "cpu/scratch.h"
-#include "sluice/stage/swiglu_quant.h"
+#include "swiglu_quant/impls.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace sluice::swiglu_quant {

@@ -1,9 +1,16 @@
-// Stage 6 on a GPU: a thread takes sixteen columns of both halves of a row, eight threads share a scale. Bytes moved: h
-// once, a once. The arithmetic is the limit to watch: the specified sigmoid and two quotients an element.
+// Stage 6 on a GPU: a thread takes sixteen columns of both halves of a row, eight threads share a scale of 128 columns, a
+// warp takes such a block of four neighbouring rows, whose scales share a sector. Bytes moved: h once, a once.
+//
+// The specified sigmoid is some thirty operations, more than there is time for while memory delivers an element. But a
+// bf16 gate has few values: those of magnitude [2^-20, 2^7) fill a table in shared memory, made by the same operations
+// when a thread block starts, and the rest is computed where it occurs.
+#include <algorithm>
+
 #include "cuda/columns.cuh"
 #include "cuda/launch.h"
+#include "cuda/row_amax.cuh"
 #include "cuda/row_groups.cuh"
-#include "swiglu_quant/cuda.h"
+#include "swiglu_quant/impls.h"
 
 namespace sluice::swiglu_quant {
 
@@ -15,7 +22,16 @@ namespace {
 
 using namespace sluice::cuda;  // NOLINT: the device helpers, in this file alone
 
-constexpr int kThreads = 256;
+constexpr int kDirectThreads = 256;
+constexpr int kTableThreads = 1024;
+constexpr int kWarpRows = 4;
+// Making a table takes a thread block some 2 us; it saves that from about a million elements on every 132 blocks.
+constexpr std::int64_t kMinElemsForTable = std::int64_t{1} << 23;
+
+// The upper half of an f32 is a bf16: magnitudes [2^-20, 2^7) are these bit patterns. Negative gates lie 4096 further.
+constexpr int kTableBegin = (127 - 20) << 7;
+constexpr int kTableCount = 27 << 7;
+constexpr int kTableNegative = 4096;
 
 struct Params {
   const void* h;  // [R,2I]
@@ -24,54 +40,224 @@ struct Params {
   Activation activation;
   void* a;  // [R,I]
   std::int64_t a_stride;
-  float* a_scale;  // [Ib,R]
+  float* a_scale;  // [Ib or 1,R]
   std::int64_t a_scale_block, a_scale_row;
-  std::int64_t num_rows, width;  // R, I
-  std::int64_t units_per_row;    // 8 * Ib
+  std::int64_t num_rows, width;          // R, I
+  std::int32_t num_blocks, num_fours;    // Ib, ceil(R/4)
+  std::int32_t step_blocks, step_fours;  // as many units as the grid has warps
   ScaleFormat scale_format;
   bool wide_g, wide_u, wide_a;
 };
 
-__device__ __forceinline__ float activate(const Activation& activation, float g, float u) {
-  if (activation.kind != ActivationKind::kSilu) {
-    if (g > activation.limit) g = activation.limit;
-    if (u > activation.limit) u = activation.limit;
-    if (u < -activation.limit) u = -activation.limit;
-  }
-  if (activation.kind == ActivationKind::kGptOss) {
-    const float z = __fmul_rn(g, spec_sigmoid(__fmul_rn(activation.alpha, g)));
-    return __fmul_rn(__fadd_rn(u, 1.0f), z);
-  }
-  return __fmul_rn(spec_silu(g), u);
+// The factor the gate contributes, and the one the up column does.
+__device__ __forceinline__ float gate_factor(const Activation& activation, float g) {
+  if (activation.kind != ActivationKind::kSilu && g > activation.limit) g = activation.limit;
+  if (activation.kind == ActivationKind::kGptOss) return __fmul_rn(g, spec_sigmoid(__fmul_rn(activation.alpha, g)));
+  return spec_silu(g);
+}
+__device__ __forceinline__ float up_factor(const Activation& activation, float u) {
+  if (activation.kind == ActivationKind::kSilu) return u;
+  if (u > activation.limit) u = activation.limit;
+  if (u < -activation.limit) u = -activation.limit;
+  return activation.kind == ActivationKind::kGptOss ? __fadd_rn(u, 1.0f) : u;
 }
 
-template <class X, class Q>
-__global__ void __launch_bounds__(kThreads) swiglu(const __grid_constant__ Params p) {
-  const std::int64_t unit = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  const std::int64_t row = unit / p.units_per_row;
-  const std::int64_t column = (unit - row * p.units_per_row) * kUnitColumns;
-  // Whole blocks of eight lanes leave together; those that stay shuffle among themselves only, but under a full mask,
-  // so rows nobody owns go through with zeros.
-  const bool owned = row < p.num_rows && p.groups.owns(row);
-  const int count = owned ? columns_left(p.width, column, kUnitColumns) : 0;
-  float v[kUnitColumns];
-  float u[kUnitColumns];
+// v = the activation of columns [column, column + 16) of a row, zeros past its end; returns how many there are.
+template <class X>
+__device__ __forceinline__ int activate_unit(const Params& p, std::int64_t row, std::int64_t column,
+                                             float (&v)[kUnitColumns]) {
+  const int count = columns_left(p.width, column, kUnitColumns);
   const X* const h = static_cast<const X*>(p.h) + (count > 0 ? row * p.h_stride + column : 0);
+  float u[kUnitColumns];
   load_unit(h, count, p.wide_g && count == kUnitColumns, v);
   load_unit(count > 0 ? h + p.width : h, count, p.wide_u && count == kUnitColumns, u);
 #pragma unroll
-  for (int i = 0; i < kUnitColumns; ++i) v[i] = canonical(activate(p.activation, v[i], u[i]));
-  const bool wide = p.wide_a && count == kUnitColumns;
-  if constexpr (sizeof(Q) == 1) {
-    const float scale = block_scale(v, p.scale_format);
-    if (count == 0) return;
-    uint4 q;
-    quantise_unit(v, scale, q);
-    store_bytes(q, static_cast<std::uint8_t*>(p.a) + row * p.a_stride + column, count, wide);
-    if (threadIdx.x % kUnitsPerBlock == 0)
-      p.a_scale[column / kScaleBlock * p.a_scale_block + row * p.a_scale_row] = scale;
+  for (int i = 0; i < kUnitColumns; ++i)
+    v[i] = canonical(__fmul_rn(gate_factor(p.activation, v[i]), up_factor(p.activation, u[i])));
+  return count;
+}
+
+// Sixteen columns of both halves, as they come from memory.
+struct RawUnit {
+  uint4 g[2], u[2];
+};
+
+__device__ __forceinline__ void load_raw(const Params& p, std::int64_t row, std::int64_t column, bool present,
+                                         RawUnit& raw) {
+  raw = {};
+  if (!present) return;
+  const auto* const h = static_cast<const std::uint16_t*>(p.h) + row * p.h_stride + column;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    raw.g[i] = __ldg(reinterpret_cast<const uint4*>(h) + i);
+    raw.u[i] = __ldg(reinterpret_cast<const uint4*>(h + p.width) + i);
+  }
+}
+
+// Fills the table of gate factors; the whole block calls.
+__device__ __forceinline__ void make_table(const Params& p, float* table) {
+  for (int i = static_cast<int>(threadIdx.x); i < kTableNegative + kTableCount; i += static_cast<int>(blockDim.x)) {
+    const int magnitude = i % kTableNegative;
+    if (magnitude >= kTableCount) continue;
+    const std::uint32_t bits = static_cast<std::uint32_t>(kTableBegin + magnitude) << 16;
+    table[i] = gate_factor(p.activation, __uint_as_float(i < kTableNegative ? bits : bits | 0x80000000u));
+  }
+  __syncthreads();
+}
+
+__device__ __forceinline__ void activate_raw(const Params& p, const float* table, const RawUnit& raw,
+                                             float (&v)[kUnitColumns]) {
+  constexpr std::uint32_t kBegin = static_cast<std::uint32_t>(kTableBegin) * 0x10001u;
+  const std::uint32_t g[8] = {raw.g[0].x, raw.g[0].y, raw.g[0].z, raw.g[0].w,
+                              raw.g[1].x, raw.g[1].y, raw.g[1].z, raw.g[1].w};
+  const std::uint32_t u[8] = {raw.u[0].x, raw.u[0].y, raw.u[0].z, raw.u[0].w,
+                              raw.u[1].x, raw.u[1].y, raw.u[1].z, raw.u[1].w};
+  // Two gates at a time. A magnitude below the table wraps round to a large number, as does what it borrows from.
+  std::uint32_t furthest = 0;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) furthest = __vmaxu2(furthest, (g[i] & 0x7FFF7FFFu) - kBegin);
+  const bool inside = (furthest & 0xFFFFu) < kTableCount && (furthest >> 16) < kTableCount;
+  if (inside) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const std::uint32_t index = ((g[i] & 0x7FFF7FFFu) - kBegin) | ((g[i] >> 3) & 0x10001000u);
+      v[2 * i] = table[index & 0xFFFFu];
+      v[2 * i + 1] = table[index >> 16];
+    }
   } else {
-    if (count > 0) store_unit(v, static_cast<Q*>(p.a) + row * p.a_stride + column, count, wide);
+#pragma unroll 1
+    for (int i = 0; i < 8; ++i) {
+      // By way of local memory on purpose: rare, and unrolled it would be most of the kernel's code.
+      std::uint32_t word = g[0];
+#pragma unroll
+      for (int j = 1; j < 8; ++j) word = i == j ? g[j] : word;
+      const float low = gate_factor(p.activation, __uint_as_float(word << 16));
+      const float high = gate_factor(p.activation, __uint_as_float(word & 0xFFFF0000u));
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        v[2 * j] = i == j ? low : v[2 * j];
+        v[2 * j + 1] = i == j ? high : v[2 * j + 1];
+      }
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    v[2 * i] = __fmul_rn(v[2 * i], up_factor(p.activation, __uint_as_float(u[i] << 16)));
+    v[2 * i + 1] = __fmul_rn(v[2 * i + 1], up_factor(p.activation, __uint_as_float(u[i] & 0xFFFF0000u)));
+  }
+}
+
+template <class Q>
+__device__ __forceinline__ void store_values(const Params& p, float (&v)[kUnitColumns], std::int64_t row,
+                                             std::int64_t block, int count) {
+  const bool wide = p.wide_a && count == kUnitColumns;
+  const int lane = static_cast<int>(threadIdx.x % kUnitsPerBlock);
+  Q* const a = static_cast<Q*>(p.a) + (count > 0 ? row * p.a_stride + block * kScaleBlock + lane * kUnitColumns : 0);
+  if constexpr (sizeof(Q) == 1) {
+    const GroupAmax group = block_amax(v);
+    if (count == 0) return;
+    const float scale = scale_of<Q>(group.amax, p.scale_format);
+    if (!group.finite) {
+#pragma unroll
+      for (int i = 0; i < kUnitColumns; ++i) v[i] = canonical(v[i]);
+    }
+    store_bytes(quantise_unit<Q>(v, scale, group.finite), a, count, wide);
+    if (lane == 0) p.a_scale[block * p.a_scale_block + row * p.a_scale_row] = scale;
+  } else {
+    if (count == 0) return;
+#pragma unroll
+    for (int i = 0; i < kUnitColumns; ++i) v[i] = canonical(v[i]);
+    store_unit(v, a, count, wide);
+  }
+}
+
+// Walks the units of this warp: 128 columns of four rows each, blocks fastest. Rows are fewer than 2^31.
+struct Walk {
+  std::int32_t fours, block;
+  __device__ __forceinline__ explicit Walk(const Params& p) {
+    const std::int64_t unit = (static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / 32;
+    fours = static_cast<std::int32_t>(unit / p.num_blocks);
+    block = static_cast<std::int32_t>(unit - static_cast<std::int64_t>(fours) * p.num_blocks);
+  }
+  __device__ __forceinline__ std::int64_t lane_row() const {
+    return static_cast<std::int64_t>(fours) * kWarpRows + threadIdx.x % 32 / kUnitsPerBlock;
+  }
+  __device__ __forceinline__ std::int64_t lane_column() const {
+    return static_cast<std::int64_t>(block) * kScaleBlock + threadIdx.x % kUnitsPerBlock * kUnitColumns;
+  }
+  __device__ __forceinline__ bool inside(const Params& p) const { return fours < p.num_fours; }
+  __device__ __forceinline__ void advance(const Params& p) {
+    fours += p.step_fours;
+    block += p.step_blocks;
+    if (block >= p.num_blocks) {
+      block -= p.num_blocks;
+      ++fours;
+    }
+  }
+};
+
+// Few elements, f32 inputs, addresses that are not aligned. X: float or std::uint16_t (bf16).
+template <class X, class Q>
+__global__ void __launch_bounds__(kDirectThreads) swiglu(const __grid_constant__ Params p) {
+  const OwnedRows owned(p.groups, p.num_rows);
+  for (Walk walk(p); walk.inside(p); walk.advance(p)) {
+    const std::int64_t row = walk.lane_row();
+    int count = 0;
+    float v[kUnitColumns] = {};
+    if (owned.has(row)) count = activate_unit<X>(p, row, walk.lane_column(), v);
+    store_values<Q>(p, v, row, walk.block, count);
+  }
+}
+
+// bf16 inputs by the table; the next unit is on its way while this one is worked on.
+template <class Q>
+__global__ void __launch_bounds__(kTableThreads, 1) swiglu_by_table(const __grid_constant__ Params p) {
+  __shared__ float table[kTableNegative + kTableCount];
+  const OwnedRows owned(p.groups, p.num_rows);
+  Walk walk(p);
+  const auto is_there = [&](const Walk& w) {
+    return w.inside(p) && owned.has(w.lane_row()) && w.lane_column() < p.width;
+  };
+  bool present = is_there(walk);
+  RawUnit raw;
+  load_raw(p, walk.lane_row(), walk.lane_column(), present, raw);
+  make_table(p, table);
+  while (walk.inside(p)) {
+    Walk next = walk;
+    next.advance(p);
+    const bool next_present = is_there(next);
+    RawUnit next_raw;
+    load_raw(p, next.lane_row(), next.lane_column(), next_present, next_raw);
+    if (__any_sync(kAllLanes, present)) {
+      float v[kUnitColumns] = {};
+      if (present) activate_raw(p, table, raw, v);
+      store_values<Q>(p, v, walk.lane_row(), walk.block, present ? kUnitColumns : 0);
+    }
+    walk = next;
+    present = next_present;
+    raw = next_raw;
+  }
+}
+
+// One scale a row: a thread block a row, its values in registers up to 16384 columns, computed twice beyond.
+template <class X, class Q>
+__global__ void __launch_bounds__(1024) swiglu_with_row_scale(const __grid_constant__ Params p) {
+  __shared__ RowAmaxStorage storage;
+  const std::int64_t row = blockIdx.x;
+  if (!OwnedRows(p.groups, p.num_rows).has(row)) return;
+  float v[kUnitColumns];
+  const auto load = [&](std::int64_t column, float(&to)[kUnitColumns]) { activate_unit<X>(p, row, column, to); };
+  const GroupAmax group = row_amax(p.width, load, v, storage);
+  const float scale = scale_of<Q>(group.amax, p.scale_format);
+  if (threadIdx.x == 0) p.a_scale[row * p.a_scale_row] = scale;
+  const std::int64_t step = static_cast<std::int64_t>(blockDim.x) * kUnitColumns;
+  for (std::int64_t first = 0; first < p.width; first += step) {
+    const std::int64_t column = first + static_cast<std::int64_t>(threadIdx.x) * kUnitColumns;
+    if (p.width > step) load(column, v);
+    const int count = columns_left(p.width, column, kUnitColumns);
+    if (count == 0) continue;
+    store_bytes(quantise_unit<Q>(v, scale, group.finite), static_cast<Q*>(p.a) + row * p.a_stride + column, count,
+                p.wide_a && count == kUnitColumns);
   }
 }
 
@@ -79,14 +265,41 @@ __global__ void __launch_bounds__(kThreads) swiglu(const __grid_constant__ Param
 // Launchers
 // ---------------------------------------------------------------------------------------------------------
 
+using Kernel = void (*)(Params);
+
 template <class X>
-void (*kernel_for(DType a))(Params) {
+Kernel direct_kernel(DType a) {
   if (a == DType::kE4M3) return swiglu<X, std::uint8_t>;
   if (a == DType::kBF16) return swiglu<X, std::uint16_t>;
   return swiglu<X, float>;
 }
+Kernel table_kernel(DType a) {
+  if (a == DType::kE4M3) return swiglu_by_table<std::uint8_t>;
+  if (a == DType::kBF16) return swiglu_by_table<std::uint16_t>;
+  return swiglu_by_table<float>;
+}
+template <class X>
+Kernel row_kernel(DType a) {
+  return a == DType::kI8 ? swiglu_with_row_scale<X, std::int8_t> : swiglu_with_row_scale<X, std::uint8_t>;
+}
+
+bool has_row_scale(const Args& args) {
+  if (args.a.dtype == DType::kI8) return true;
+  return args.a.dtype == DType::kE4M3 && args.a_scale.shape[0] == 1 && args.a.shape[1] > kScaleBlock;
+}
+
+bool takes_table(const Args& args) {
+  const std::int64_t width = args.a.shape[1];
+  return args.h.dtype == DType::kBF16 && !has_row_scale(args) && width % kUnitColumns == 0 && allows_wide(args.h) &&
+         args.h.shape[0] * width >= kMinElemsForTable;
+}
 
 }  // namespace
+
+std::string describe_cuda(const Args& args, const Machine&) {
+  if (has_row_scale(args)) return "a thread block a row";
+  return takes_table(args) ? "gates by a table" : "gates computed";
+}
 
 Status run_cuda(const Args& args, const Ctx& ctx) {
   const DeviceGuard guard(args.h.device.index);
@@ -105,16 +318,35 @@ Status run_cuda(const Args& args, const Ctx& ctx) {
   }
   p.num_rows = args.h.shape[0];
   p.width = args.a.shape[1];
-  p.units_per_row = ceil_div(p.width, kScaleBlock) * kUnitsPerBlock;
+  p.num_blocks = static_cast<std::int32_t>(ceil_div(p.width, kScaleBlock));
+  p.num_fours = static_cast<std::int32_t>(ceil_div(p.num_rows, kWarpRows));
   p.scale_format = args.scale_format;
   p.wide_g = allows_wide(args.h);
   p.wide_u = p.wide_g && p.width * size_bytes(args.h.dtype) % 16 == 0;
   p.wide_a = allows_wide(args.a);
   if (p.num_rows == 0 || p.width == 0) return Status::ok();
-  const auto kernel =
-      args.h.dtype == DType::kBF16 ? kernel_for<std::uint16_t>(args.a.dtype) : kernel_for<float>(args.a.dtype);
-  const std::int64_t blocks = ceil_div(p.num_rows * p.units_per_row, kThreads);
-  return launch("swiglu", kernel, static_cast<unsigned>(blocks), kThreads, 0, stream_of(ctx), p);
+  const bool bf16 = args.h.dtype == DType::kBF16;
+  if (has_row_scale(args)) {
+    return launch("swiglu", bf16 ? row_kernel<std::uint16_t>(args.a.dtype) : row_kernel<float>(args.a.dtype),
+                  static_cast<unsigned>(p.num_rows), row_threads(p.width), 0, stream_of(ctx), p);
+  }
+  const bool table = takes_table(args);
+  const int threads = table ? kTableThreads : kDirectThreads;
+  std::int64_t blocks = ceil_div(static_cast<std::int64_t>(p.num_fours) * p.num_blocks, threads / 32);
+  if (table) {
+    int num_sms = 0;
+    SLUICE_TRY(to_status(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, args.h.device.index),
+                         "swiglu_quant: multiprocessors"));
+    blocks = std::min<std::int64_t>(blocks, num_sms);
+  }
+  blocks = std::min<std::int64_t>(blocks, INT32_MAX);
+  const std::int64_t num_warps = blocks * (threads / 32);
+  p.step_fours = static_cast<std::int32_t>(num_warps / p.num_blocks);
+  p.step_blocks = static_cast<std::int32_t>(num_warps % p.num_blocks);
+  const Kernel kernel = table  ? table_kernel(args.a.dtype)
+                        : bf16 ? direct_kernel<std::uint16_t>(args.a.dtype)
+                               : direct_kernel<float>(args.a.dtype);
+  return launch("swiglu", kernel, static_cast<unsigned>(blocks), threads, 0, stream_of(ctx), p);
 }
 
 }  // namespace sluice::swiglu_quant

@@ -5,7 +5,7 @@
 
 #include "reference/convert.h"
 #include "reference/spec_math.h"
-#include "sluice/stage/swiglu_quant.h"
+#include "swiglu_quant/impls.h"
 
 namespace sluice::swiglu_quant {
 namespace {

@@ -1,0 +1,17 @@
+// The functions behind the rows of the swiglu_quant table.
+#pragma once
+
+#include "sluice/stage/swiglu_quant.h"
+
+namespace sluice::swiglu_quant {
+
+std::string describe_cuda(const Args& args, const Machine& machine);
+Status run_cuda(const Args& args, const Ctx& ctx);
+
+std::int64_t scratch_bytes_cpu(const Args& args, const Machine& machine);
+std::string describe_cpu(const Args& args, const Machine& machine);
+Status run_cpu(const Args& args, const Ctx& ctx);
+
+Status run_reference(const Args& args, const Ctx& ctx);
+
+}  // namespace sluice::swiglu_quant
