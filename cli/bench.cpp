@@ -10,6 +10,7 @@
 #include <numeric>
 #include <set>
 
+#include "bench_cuda.h"
 #include "bench_rows.h"
 #include "checker.h"
 #include "commands.h"
@@ -44,6 +45,8 @@ constexpr const char* kFooter =
     "that\n"
     "is not met does not change the exit status: 0 when all was measured, 1 when a check before it failed.\n"
     "A: experts that have rows; R: routed rows. Bytes count weights of active experts once, inputs and outputs once.\n"
+    "With --device cuda a row is the replay of a CUDA graph between two events, one for each stage and one for the "
+    "layer.\n"
     "--like picks sizes only: w8a8 and w8a16 get e4m3 weights, bf16 and f32 get bf16 weights.\n"
     "\n"
     "Examples:\n"
@@ -159,11 +162,7 @@ class Case {
  public:
   Case(const Weights& weights, Precision precision, std::int64_t tokens, Route route, const BenchOptions& options,
        const std::map<std::string, Selection>& selection)
-      : weights_(weights),
-        precision_(precision),
-        tokens_(tokens),
-        options_(options),
-        machine_(options.machine.machine()) {
+      : weights_(weights), precision_(precision), tokens_(tokens), options_(options), machine_(options.machine.host()) {
     const MoeConfig& c = weights.config;
     x_bytes_ = random_normal_bf16(tokens * c.hidden, 1.0, options.seed);
     x_ = TensorView::dense(x_bytes_.data(), DType::kBF16, {tokens, c.hidden});
@@ -365,6 +364,74 @@ class Case {
   std::vector<std::string> failures_;
 };
 
+Outcome bench_gpu(const BenchOptions& options, const Subject& subject, const std::vector<Precision>& precisions,
+                  bool is_asked, const std::vector<std::int64_t>& tokens, Route route,
+                  const std::map<std::string, Selection>& selection, const ChosenMachine& chosen, bool json) {
+  if (json) {
+    print_json({{"row", "device"},
+                {"subject", subject.title},
+                {"device", device_json(chosen)},
+                {"config", config_json(subject.config)}},
+               true);
+  } else {
+    fmt::print("{}\nshares are of 4.5 TB/s, 1.49 PFLOP/s in e4m3 and 0.79 in bf16, as measured on an H200\n",
+               chosen.describe());
+  }
+  for (Precision precision : precisions) {
+    GpuBench bench;
+    bench.config = subject.config;
+    bench.precision = precision;
+    bench.machine = chosen.machine;
+    bench.host = options.machine.host();
+    bench.selection = selection;
+    bench.route = route;
+    bench.routed_only = options.routed_only;
+    bench.seconds = options.seconds;
+    bench.seed = options.seed;
+    if (options.routed_only && !subject.model)
+      bench.config.shared_intermediate = 0, bench.config.has_shared_gate = false;
+    LayerWeights host;
+    if (subject.model) {
+      const Status can = subject.can_run(precision);
+      if (!can.is_ok() && is_asked) return can;
+      if (!can.is_ok()) continue;
+      Result<LoadedLayer> loaded = load_layer(*subject.model, precision, options.routed_only);
+      if (!loaded) return loaded.status();
+      bench.config = loaded->config;
+      host = std::move(loaded->weights);
+    } else {
+      const DType dtype = precision == Precision::kW8A8 || precision == Precision::kW8A16 ? DType::kE4M3 : DType::kBF16;
+      Result<LayerWeights> made =
+          make_weights(bench.config, dtype, dtype, Fill::kRandom, options.seed, bench.host.num_threads);
+      if (!made) return made.status();
+      host = std::move(*made);
+    }
+    Result<LayerWeights> placed = place_weights(std::move(host), chosen);
+    if (!placed) return placed.status();
+    bench.weights = std::move(*placed);
+    if (!json) {
+      fmt::print("\n{}: {} of weights\n", to_string(precision), format_bytes(num_bytes(bench.weights)));
+      print_header();
+    }
+    const Ceilings ceilings{kGpuStream, precision == Precision::kW8A8 ? kGpuFp8 : kGpuBf16};
+    std::vector<BenchRow> all;
+    for (std::int64_t T : tokens) {
+      Result<std::vector<BenchRow>> rows = bench_on_gpu(bench, T);
+      if (!rows) return rows.status().with_context(fmt::format("{} T={}", to_string(precision), T));
+      for (BenchRow& row : *rows) {
+        row.route = options.route;
+        row.in_cache = row.touched_bytes <= kGpuCache;
+        finish(row, ceilings);
+        if (json && (row.kind != "stage" || options.stages)) print_json(to_json(row), true);
+      }
+      if (!json) print_rows(*rows, options.stages);
+      std::move(rows->begin(), rows->end(), std::back_inserter(all));
+    }
+    if (!json) print_formulas(all, to_string(precision), options.stages);
+  }
+  return kExitOk;
+}
+
 Outcome bench(const BenchOptions& options, bool json) {
   Result<std::map<std::string, Selection>> selection = parse_selection(options.machine.impl);
   if (!selection) return Outcome::usage(selection.status().message());
@@ -379,12 +446,19 @@ Outcome bench(const BenchOptions& options, bool json) {
                       : options.route == "one-expert" ? Route::kOneExpert
                                                       : Route::kUniform;
 
-  const Machine machine = options.machine.machine();
+  Result<ChosenMachine> chosen = choose_machine(options.machine, usage);
+  if (!chosen) return usage ? Outcome::usage(chosen.status().message()) : Outcome(chosen.status());
+  const std::vector<Precision> precisions =
+      asked->empty() ? std::vector<Precision>(std::begin(kAllPrecisions), std::end(kAllPrecisions)) : *asked;
+  const Machine machine = options.machine.host();
   const MoeConfig& c = subject->config;
   if (!json) {
     fmt::print("{}: E={} S={} H={} I={} shared I={}, route {}\n", subject->title, c.num_experts, c.top_k, c.hidden,
                c.intermediate, c.shared_intermediate, options.route);
     std::fflush(stdout);
+  }
+  if (chosen->is_gpu()) {
+    return bench_gpu(options, *subject, precisions, !asked->empty(), *tokens, route, *selection, *chosen, json);
   }
   Ceilings ceilings;
   std::vector<std::string> unsteady;
@@ -427,8 +501,6 @@ Outcome bench(const BenchOptions& options, bool json) {
 
   std::vector<BenchRow> all;
   std::vector<std::string> failures;
-  const std::vector<Precision> precisions =
-      asked->empty() ? std::vector<Precision>(std::begin(kAllPrecisions), std::end(kAllPrecisions)) : *asked;
   for (Precision precision : precisions) {
     if (subject->model) {
       if (const Status can = subject->can_run(precision); !can.is_ok()) {
@@ -519,6 +591,7 @@ void add_bench(CLI::App& app, Command& command) {
       ->type_name("GB");
   sub->add_option("--seed", o->seed, "Of weights, activations and routes [1]")->type_name("N");
   add_impl(*sub, o->machine);
+  add_device(*sub, o->machine);
   add_threads(*sub, o->machine);
   sub->add_flag("--json", command.json, "Print one JSON object per line: ceilings, then a row each, then the goals");
   sub->callback([&command, o] { command.run = [&command, o] { return bench(*o, command.json); }; });

@@ -94,7 +94,7 @@ Result<Finding> against_exact(const MoeConfig& config, const LayerWeights& weigh
   exact.machine = machine;
   exact.routed_only = options.routed_only;
   exact.with_gate = false;  // the gate is held to its own reference; near ties must not be judged twice
-  for (const StageTable& table : stage_tables()) exact.selection[table.stage].forced = table.names.back();
+  for (const StageNames& table : stage_names()) exact.selection[table.stage].forced = table.impls.back();
   Result<Pipeline> pipeline = Pipeline::create(config, weights, TensorView::dense(rows.data(), x.dtype, {n, H}), exact,
                                                std::make_shared<Buffers>());
   if (!pipeline) return pipeline.status();
@@ -151,11 +151,14 @@ Result<Finding> against_exact(const MoeConfig& config, const LayerWeights& weigh
 
 Result<std::vector<Finding>> check_precision_of(const MoeConfig& config, const LayerWeights& weights,
                                                 const TensorView& x, const CheckOptions& options, Precision precision,
-                                                const std::map<std::string, Selection>& selection) {
-  const Machine machine = options.machine.machine();
+                                                const std::map<std::string, Selection>& selection,
+                                                const ChosenMachine& chosen) {
+  const Machine& machine = chosen.machine;
+  const Machine host = options.machine.host();
   PipelineOptions pipeline_options;
   pipeline_options.precision = precision;
   pipeline_options.machine = machine;
+  pipeline_options.host = host;
   pipeline_options.selection = selection;
   pipeline_options.routed_only = options.routed_only;
   Result<Pipeline> pipeline = Pipeline::create(config, weights, x, pipeline_options, std::make_shared<Buffers>());
@@ -193,7 +196,9 @@ Result<std::vector<Finding>> check_precision_of(const MoeConfig& config, const L
     return weight.passed ? y : weight;
   };
 
-  Result<LayerOutput> full = run_layer(config, weights, layer_options, x);
+  Result<LayerWeights> placed = place_weights(weights, chosen);
+  if (!placed) return placed.status();
+  Result<LayerOutput> full = run_layer(config, *placed, layer_options, x);
   if (!full) return full.status();
   LayerOutput composed = *full;
   std::memcpy(composed.y.data(), pipeline->out().data, composed.y.size() * 4);
@@ -202,16 +207,16 @@ Result<std::vector<Finding>> check_precision_of(const MoeConfig& config, const L
   add(same(*full, 0, T, composed), "its stages one by one");
 
   LayerOptions one_thread = layer_options;
-  one_thread.machine = Machine::detect_cpu(1);
+  if (!chosen.is_gpu()) one_thread.machine = Machine::detect_cpu(1);
   one_thread.max_tokens = std::min<std::int64_t>(T, 8);
-  Result<LayerOutput> alone = run_layer(config, weights, one_thread, x.slice(0, one_thread.max_tokens));
+  Result<LayerOutput> alone = run_layer(config, *placed, one_thread, x.slice(0, one_thread.max_tokens));
   if (!alone) return alone.status();
-  add(same(*alone, 0, one_thread.max_tokens, *full), "one thread, fewer tokens");
-  Result<LayerOutput> last = run_layer(config, weights, layer_options, x.slice(T - 1, 1));
+  add(same(*alone, 0, one_thread.max_tokens, *full), chosen.is_gpu() ? "fewer tokens" : "one thread, fewer tokens");
+  Result<LayerOutput> last = run_layer(config, *placed, layer_options, x.slice(T - 1, 1));
   if (!last) return last.status();
   add(same(*last, T - 1, 1, *full), "the last token alone");
 
-  Result<Finding> exact = against_exact(config, weights, x, *full, options, precision, machine);
+  Result<Finding> exact = against_exact(config, weights, x, *full, options, precision, host);
   if (!exact) return exact.status();
   add(std::move(*exact), "reference in f32");
   return findings;
@@ -222,6 +227,9 @@ Outcome check(const CheckOptions& options, bool json) {
   if (!selection) return Outcome::usage(selection.status().message());
   Result<std::vector<Precision>> asked = parse_precisions(options.precision);
   if (!asked) return Outcome::usage(asked.status().message());
+  bool usage = false;
+  Result<ChosenMachine> chosen = choose_machine(options.machine, usage);
+  if (!chosen) return usage ? Outcome::usage(chosen.status().message()) : Outcome(chosen.status());
   Result<ModelLayer> model = open_layer(options.model, options.layer);
   if (!model) return model.status();
   if (model->info.precisions.empty()) return check_precision(model->info, Precision::kF32);
@@ -250,12 +258,12 @@ Outcome check(const CheckOptions& options, bool json) {
                    {"layer", options.layer},
                    {"tokens", x.shape[0]},
                    {"input", source},
-                   {"simd", options.machine.machine().simd},
-                   {"threads", options.machine.machine().num_threads}};
+                   {"simd", options.machine.host().simd},
+                   {"threads", options.machine.host().num_threads},
+                   {"device", device_json(*chosen)}};
   Json& results = document["precisions"] = Json::array();
   if (!json) {
-    fmt::print("{} layer {}: T={} ({}), {} threads, {}\n", options.model, options.layer, x.shape[0], source,
-               options.machine.machine().num_threads, options.machine.machine().simd);
+    fmt::print("{} layer {}: T={} ({})\n{}\n", options.model, options.layer, x.shape[0], source, chosen->describe());
   }
   std::optional<LoadedLayer> loaded;
   int failed = 0, passed = 0;
@@ -268,7 +276,7 @@ Outcome check(const CheckOptions& options, bool json) {
       loaded = std::move(*load);
       for (const std::string& tensor : loaded->nan_tensors) warn("NaN weights: " + tensor);
     }
-    auto findings = check_precision_of(loaded->config, loaded->weights, x, options, precision, *selection);
+    auto findings = check_precision_of(loaded->config, loaded->weights, x, options, precision, *selection, *chosen);
     if (!findings) return findings.status().with_context(std::string(to_string(precision)));
     Json rows_json = Json::array();
     Table table({{"STEP"},
@@ -332,6 +340,7 @@ void add_check(CLI::App& app, Command& command) {
   sub->add_option("--seed", o->seed, "Of the random activations [1]")->type_name("N");
   sub->add_flag("--routed-only", o->routed_only, "Leave the shared expert out");
   add_impl(*sub, o->machine);
+  add_device(*sub, o->machine);
   add_threads(*sub, o->machine);
   add_json(*sub, command);
   sub->callback([&command, o] { command.run = [&command, o] { return check(*o, command.json); }; });

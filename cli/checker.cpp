@@ -197,17 +197,15 @@ struct Candidate {
   Status can_run;
 };
 
-// The table of a step: every implementation but the last, and the last (the reference).
+// The table of a step: every implementation for this device but the last, and the last (the reference).
 std::pair<std::vector<Candidate>, std::string> candidates(const Step& step, const Machine& machine) {
   return std::visit(
       [&](const auto& args) {
         const auto table = table_of(args);
         std::vector<Candidate> list;
         for (const auto& impl : table.first(table.size() - 1)) {
-          Status can = impl.device == machine.device.kind
-                           ? impl.can_run(args, machine)
-                           : Status(StatusCode::kUnsupported, "runs on " + std::string(to_string(impl.device)));
-          list.push_back({std::string(impl.name), std::move(can)});
+          if (impl.device != machine.device.kind) continue;
+          list.push_back({std::string(impl.name), impl.can_run(args, machine)});
         }
         return std::pair(std::move(list), std::string(table.back().name));
       },
@@ -284,6 +282,8 @@ Result<std::vector<Finding>> check_steps(Pipeline& pipeline, Scope scope, double
                                          const std::function<void(std::int64_t, std::int64_t)>& progress) {
   std::vector<Finding> findings;
   const Machine& machine = pipeline.options().machine;
+  // References and bounds are the host's work, wherever the layer is.
+  const Machine& host = machine.device.kind == DeviceKind::kCpu ? machine : pipeline.options().host;
   std::int64_t done = 0;
   for (Step& step : pipeline.steps()) {
     if (progress) progress(done++, static_cast<std::int64_t>(pipeline.steps().size()));
@@ -302,19 +302,19 @@ Result<std::vector<Finding>> check_steps(Pipeline& pipeline, Scope scope, double
     };
     if (const auto* gemm = std::get_if<grouped_gemm::Args>(&step.args)) {
       sample_gemm(*gemm);
-      SLUICE_TRY(run_reference(sampled[0].args, machine).with_context(step.name + ": reference"));
+      SLUICE_TRY(run_reference(sampled[0].args, host).with_context(step.name + ": reference"));
     } else if (const auto* logits = std::get_if<gate::LogitsArgs>(&step.args)) {
       sample_gemm(as_gemm(*logits));
       gate::LogitsArgs rows = *logits;
       rows.x = sampled[0].args.a;
       rows.logits = sampled[0].args.out;
-      SLUICE_TRY(run_reference(rows, machine).with_context(step.name + ": reference"));
+      SLUICE_TRY(run_reference(rows, host).with_context(step.name + ": reference"));
     } else {
       poison(step);
       SLUICE_TRY(pipeline.run(step, reference).with_context(step.name + ": reference"));
       want = save(step);
     }
-    if (!sampled.empty()) fill_bounds(sampled[0], machine.num_threads);
+    if (!sampled.empty()) fill_bounds(sampled[0], host.num_threads);
 
     for (const Candidate& candidate : list) {
       if (scope == Scope::kChosenOnly && candidate.name != step.impl) continue;

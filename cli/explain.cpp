@@ -4,6 +4,8 @@
 #include <algorithm>
 
 #include "commands.h"
+#include "device/device.h"
+#include "layer/tensors.h"
 #include "random.h"
 #include "subject.h"
 
@@ -25,7 +27,8 @@ constexpr const char* kFooter =
     "  sluice explain --model data/tiny-dsv3 --layer 1 --tokens 512\n"
     "  sluice explain --like deepseek-v3 --tokens 1 --precision w8a8\n"
     "  sluice explain --like deepseek-v3 --precision all\n"
-    "  sluice explain --like deepseek-v3 --impl grouped_gemm=reference\n";
+    "  sluice explain --like deepseek-v3 --impl grouped_gemm=reference\n"
+    "  SLUICE_DISABLE=cuda-wgmma sluice explain --like deepseek-v3 --device cuda\n";
 
 struct ExplainOptions {
   SubjectOptions subject;
@@ -55,6 +58,42 @@ Json explain_json(const Layer& layer, Precision precision) {
           {"stages", stages},
           {"workspace_bytes", layer.workspace_bytes()},
           {"workspace", items}};
+}
+
+// What a GPU needs to run the layer, beside what each has.
+std::string gpu_verdict(const Machine& gpu) {
+  const Status plain = device::runs_plain_kernels(gpu);
+  const Status hopper = device::runs_hopper_kernels(gpu);
+  if (hopper.is_ok()) return "every stage";
+  return plain.is_ok() ? "all but the GEMMs, which need compute capability 9.0 (Hopper)"
+                       : "nothing: " + plain.message();
+}
+
+Json gpus_json() {
+  const Result<std::vector<Machine>> gpus = cuda_machines();
+  if (!gpus) return {{"none", gpus.status().message()}};
+  Json list = Json::array();
+  for (const Machine& gpu : *gpus) {
+    list.push_back({{"index", gpu.device.index},
+                    {"name", gpu.gpu.name},
+                    {"capability", to_string(gpu.gpu.capability)},
+                    {"can_run", gpu_verdict(gpu)}});
+  }
+  return list;
+}
+
+void print_devices(const ChosenMachine& chosen, const Machine& host) {
+  fmt::print("CPU: {} threads, {}\n", host.num_threads, host.simd);
+  if (const Result<std::vector<Machine>> gpus = cuda_machines(); !gpus) {
+    fmt::print("GPU: none: {}\n", gpus.status().message());
+  } else {
+    for (const Machine& gpu : *gpus) {
+      ChosenMachine one;
+      one.machine = gpu;
+      fmt::print("{}; runs {}\n", one.describe(), gpu_verdict(gpu));
+    }
+  }
+  fmt::print("device: {}\n", chosen.name());
 }
 
 // Stages that gave the same reason share a line, in the order of the stages.
@@ -115,19 +154,19 @@ Outcome explain(const ExplainOptions& options, bool json) {
   Result<Subject> subject = find_subject(options.subject, usage);
   if (!subject) return usage ? Outcome::usage(subject.status().message()) : Outcome(subject.status());
 
-  const Machine machine = options.machine.machine();
+  Result<ChosenMachine> chosen = choose_machine(options.machine, usage);
+  if (!chosen) return usage ? Outcome::usage(chosen.status().message()) : Outcome(chosen.status());
+  const Machine machine = options.machine.host();
   const MoeConfig& c = subject->config;
   const std::string legend =
       fmt::format("T={} R=T*S={} E={} S={} H={} I={} shared I={}", options.tokens, options.tokens * c.top_k,
                   c.num_experts, c.top_k, c.hidden, c.intermediate, c.shared_intermediate);
-  Json document = {{"subject", subject->title},
-                   {"tokens", options.tokens},
-                   {"simd", machine.simd},
-                   {"threads", machine.num_threads},
+  Json document = {{"subject", subject->title},      {"tokens", options.tokens},       {"simd", machine.simd},
+                   {"threads", machine.num_threads}, {"device", device_json(*chosen)}, {"gpus", gpus_json()},
                    {"config", config_json(c)}};
   if (!json) {
-    fmt::print("{}: {}\ngate {}; activation {}\nCPU: {} threads, {}\n", subject->title, legend, describe(c.gate),
-               describe(c.activation), machine.num_threads, machine.simd);
+    fmt::print("{}: {}\ngate {}; activation {}\n", subject->title, legend, describe(c.gate), describe(c.activation));
+    print_devices(*chosen, machine);
   }
   Json& results = document["precisions"] = Json::array();
   const bool all = options.precision == "all";
@@ -146,11 +185,15 @@ Outcome explain(const ExplainOptions& options, bool json) {
     Result<LayerWeights> weights = make_weights(c, subject->experts_for(precision), subject->shared_for(precision),
                                                 Fill::kNone, 1, machine.num_threads);
     if (!weights) return weights.status();
+    if (chosen->is_gpu()) {
+      for_each_tensor(*weights, [&](std::string_view, TensorView& view) { view.device = chosen->machine.device; });
+    }
     LayerOptions layer_options;
+    layer_options.plan_only = true;
     layer_options.precision = precision;
     layer_options.max_tokens = options.tokens;
     layer_options.routed_only = options.routed_only;
-    layer_options.machine = machine;
+    layer_options.machine = chosen->machine;
     layer_options.selection = *selection;
     Result<Layer> layer = Layer::create(c, std::move(*weights), layer_options);
     if (!layer) return layer.status().with_context(std::string(to_string(precision)));
@@ -177,6 +220,7 @@ void add_explain(CLI::App& app, Command& command) {
       ->type_name("LIST");
   sub->add_flag("--routed-only", o->routed_only, "Leave the shared expert out");
   add_impl(*sub, o->machine);
+  add_device(*sub, o->machine);
   add_threads(*sub, o->machine);
   add_json(*sub, command);
   sub->callback([&command, o] { command.run = [&command, o] { return explain(*o, command.json); }; });

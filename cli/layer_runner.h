@@ -1,8 +1,9 @@
-// Runs a layer on tokens in memory, with an output and a workspace of its own.
+// Runs a layer on tokens in host memory, wherever the layer is: workspace and, on a GPU, copies of inputs and outputs.
 #pragma once
 
 #include <vector>
 
+#include "device/device.h"
 #include "sluice/sluice.h"
 
 namespace sluice::cli {
@@ -14,10 +15,22 @@ struct LayerOutput {
   std::int64_t counters[kNumCounters] = {};
 };
 
+class LayerRunner {
+ public:
+  static Result<LayerRunner> create(const Layer& layer);
+  // One forward into vectors sized by the caller; returns when it is done.
+  Status forward(const TensorView& x, LayerOutput& output);
+
+ private:
+  // Memory of the layer's device for one tensor; it grows.
+  Result<TensorView> place(device::Buffer& buffer, const TensorView& host, bool copy);
+  const Layer* layer_ = nullptr;
+  std::vector<std::byte> host_workspace_;
+  device::Buffer workspace_, x_, y_, topk_idx_, topk_weight_, counters_;
+};
+
+// `weights` are where options.machine is.
 Result<LayerOutput> run_layer(const MoeConfig& config, const LayerWeights& weights, const LayerOptions& options,
                               const TensorView& x);
-
-// One forward into vectors sized by the caller.
-Status forward_into(const Layer& layer, const TensorView& x, std::span<std::byte> workspace, LayerOutput& output);
 
 }  // namespace sluice::cli

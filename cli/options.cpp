@@ -7,6 +7,7 @@
 #include <charconv>
 
 #include "commands.h"
+#include "device/device.h"
 #include "interrupt.h"
 #include "progress.h"
 
@@ -16,13 +17,6 @@ namespace {
 
 constexpr std::int64_t kMaxTokens = std::int64_t{1} << 24;
 constexpr int kMaxThreads = 4096;
-
-template <class Args>
-StageTable names_of(std::string stage, std::span<const Impl<Args>> table) {
-  StageTable names{std::move(stage), {}};
-  for (const Impl<Args>& impl : table) names.names.emplace_back(impl.name);
-  return names;
-}
 
 std::vector<std::string> split(const std::string& text, char separator) {
   std::vector<std::string> parts;
@@ -62,18 +56,76 @@ void add_impl(CLI::App& sub, MachineOptions& options) {
       ->allow_extra_args(false);
 }
 
-std::vector<StageTable> stage_tables() {
-  return {names_of("gate.logits", gate::logits_impls()),
-          names_of("gate.select", gate::select_impls()),
-          names_of("route", route::impls()),
-          names_of("pack", pack::impls()),
-          names_of("grouped_gemm", grouped_gemm::impls()),
-          names_of("swiglu_quant", swiglu_quant::impls()),
-          names_of("combine", combine::impls())};
+void add_device(CLI::App& sub, MachineOptions& options) {
+  sub.add_option(
+         "--device", options.device,
+         "Where the layer runs: auto, cpu, cuda or cuda:N [auto: GPU 0 where it can run the layer, else the CPU]")
+      ->type_name("DEVICE");
+}
+
+Result<ChosenMachine> choose_machine(const MachineOptions& options, bool& usage) {
+  const std::string& text = options.device;
+  ChosenMachine chosen;
+  if (text == "cpu") {
+    chosen.machine = options.host();
+    return chosen;
+  }
+  if (text == "auto") {
+    Result<Machine> gpu = Machine::detect_cuda(0);
+    const Status usable = gpu ? device::runs_hopper_kernels(*gpu) : gpu.status();
+    chosen.machine = usable.is_ok() ? std::move(*gpu) : options.host();
+    chosen.reason = usable.message();
+    return chosen;
+  }
+  int index = 0;
+  bool is_word = text == "cuda";
+  if (text.rfind("cuda:", 0) == 0) {
+    const char* const end = text.data() + text.size();
+    const auto [stop, error] = std::from_chars(text.data() + 5, end, index);
+    is_word = error == std::errc() && stop == end && index >= 0;
+  }
+  if (!is_word) {
+    usage = true;
+    return Status(StatusCode::kInvalidArgument, fmt::format("--device '{}' is none of auto, cpu, cuda, cuda:N", text));
+  }
+  Result<Machine> gpu = Machine::detect_cuda(index);
+  if (!gpu) return gpu.status().with_context("--device " + text);
+  chosen.machine = std::move(*gpu);
+  return chosen;
+}
+
+std::string ChosenMachine::name() const {
+  return is_gpu() ? fmt::format("cuda:{}", machine.device.index) : std::string("cpu");
+}
+
+std::string ChosenMachine::describe() const {
+  if (is_gpu()) {
+    const Gpu& gpu = machine.gpu;
+    return fmt::format("GPU {}: {}, compute capability {}, {} SMs, {}, driver for CUDA {}, built with CUDA {}",
+                       machine.device.index, gpu.name, to_string(gpu.capability), gpu.num_sms,
+                       format_bytes(gpu.memory_bytes), to_string(gpu.driver), to_string(gpu.runtime));
+  }
+  return fmt::format("CPU: {} threads, {}{}", machine.num_threads, machine.simd,
+                     reason.empty() ? "" : fmt::format(" (auto: {})", reason));
+}
+
+Json device_json(const ChosenMachine& chosen) {
+  Json json = {{"device", chosen.name()}};
+  if (!chosen.reason.empty()) json["why_not_cuda"] = chosen.reason;
+  if (!chosen.is_gpu()) return json;
+  const Gpu& gpu = chosen.machine.gpu;
+  json["gpu"] = {{"name", gpu.name},
+                 {"capability", to_string(gpu.capability)},
+                 {"sms", gpu.num_sms},
+                 {"memory_bytes", gpu.memory_bytes},
+                 {"shared_bytes_per_block", gpu.shared_bytes_per_block},
+                 {"driver", to_string(gpu.driver)},
+                 {"runtime", to_string(gpu.runtime)}};
+  return json;
 }
 
 Result<std::map<std::string, Selection>> parse_selection(const std::vector<std::string>& impl) {
-  const std::vector<StageTable> tables = stage_tables();
+  const std::vector<StageNames> tables = stage_names();
   std::map<std::string, Selection> selection;
   for (const std::string& text : impl) {
     const std::size_t equals = text.find('=');
@@ -82,11 +134,11 @@ Result<std::map<std::string, Selection>> parse_selection(const std::vector<std::
     bool stage_found = stage.empty();
     bool name_found = false;
     std::string known;
-    for (const StageTable& table : tables) {
+    for (const StageNames& table : tables) {
       if (!stage.empty() && table.stage != stage) continue;
       stage_found = true;
-      known += fmt::format("{}{}: {}", known.empty() ? "" : "; ", table.stage, fmt::join(table.names, ", "));
-      if (std::find(table.names.begin(), table.names.end(), name) == table.names.end()) continue;
+      known += fmt::format("{}{}: {}", known.empty() ? "" : "; ", table.stage, fmt::join(table.impls, ", "));
+      if (std::find(table.impls.begin(), table.impls.end(), name) == table.impls.end()) continue;
       name_found = true;
       // The stage's own entry wins over a plain NAME, whatever their order.
       if (stage.empty() && selection.count(table.stage) != 0) continue;
@@ -94,7 +146,7 @@ Result<std::map<std::string, Selection>> parse_selection(const std::vector<std::
     }
     if (!stage_found) {
       std::vector<std::string> stages;
-      for (const StageTable& table : tables) stages.push_back(table.stage);
+      for (const StageNames& table : tables) stages.push_back(table.stage);
       return Status(StatusCode::kInvalidArgument,
                     fmt::format("--impl {}: no stage '{}'; there are {}", text, stage, fmt::join(stages, ", ")));
     }
@@ -103,6 +155,7 @@ Result<std::map<std::string, Selection>> parse_selection(const std::vector<std::
                     fmt::format("--impl {}: no implementation '{}'; there are {}", text, name, known));
     }
   }
+  SLUICE_TRY(disable_from_environment(selection));
   return selection;
 }
 
@@ -180,6 +233,15 @@ Result<LoadedLayer> load_layer(const ModelLayer& model, Precision precision, boo
   options.progress = [&](std::int64_t done, std::int64_t total) { progress.update(done, total); };
   options.stop = is_interrupted;  // commands that do not catch signals are ended by them as ever
   return model.checkpoint.load(model.info.layer, options);
+}
+
+Result<LayerWeights> place_weights(LayerWeights weights, const ChosenMachine& chosen) {
+  if (!chosen.is_gpu()) return weights;
+  Progress progress(fmt::format("uploading to {}", chosen.name()), Progress::Unit::kBytes);
+  UploadOptions options;
+  options.progress = [&](std::int64_t done, std::int64_t total) { progress.update(done, total); };
+  options.stop = is_interrupted;
+  return upload(weights, chosen.machine.device, options);
 }
 
 Json config_json(const MoeConfig& config) {

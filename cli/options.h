@@ -16,19 +16,27 @@ struct Command;
 struct MachineOptions {
   std::vector<std::string> impl;  // NAME or STAGE=NAME
   int threads = 0;                // 0: all usable
-  Machine machine() const { return Machine::detect_cpu(threads); }
+  std::string device = "auto";    // or cpu, cuda, cuda:N
+  Machine host() const { return Machine::detect_cpu(threads); }
 };
+
+// Where a command runs the layer.
+struct ChosenMachine {
+  Machine machine;
+  std::string reason;  // with auto on a CPU: why it is no GPU; else ""
+  bool is_gpu() const { return machine.device.kind == DeviceKind::kCuda; }
+  std::string name() const;  // "cpu" or "cuda:0"
+  std::string describe()
+      const;  // "GPU 0: NVIDIA H200, compute capability 9.0, ..." or "CPU: 8 threads, AVX2 (auto: ...)"
+};
+// `usage` is set when the word itself is wrong; a GPU that is asked for and cannot be used is refused with its reason.
+Result<ChosenMachine> choose_machine(const MachineOptions& options, bool& usage);
+Json device_json(const ChosenMachine& chosen);
 
 void add_json(CLI::App& sub, Command& command);
 void add_threads(CLI::App& sub, MachineOptions& options);
 void add_impl(CLI::App& sub, MachineOptions& options);
-
-// The names in every stage's table, fastest first, reference last; keys as in LayerOptions::selection.
-struct StageTable {
-  std::string stage;
-  std::vector<std::string> names;
-};
-std::vector<StageTable> stage_tables();
+void add_device(CLI::App& sub, MachineOptions& options);
 
 // NAME forces the implementation wherever a stage has it; STAGE=NAME forces one stage. Unknown names are refused
 // with the list of what there is.
@@ -55,6 +63,8 @@ struct ModelLayer {
 Result<ModelLayer> open_layer(const std::string& model, std::int64_t layer);
 // Loads with a progress bar; prints a warning for NaN weights.
 Result<LoadedLayer> load_layer(const ModelLayer& model, Precision precision, bool routed_only);
+// The weights where the machine is: as they are on a CPU, uploaded with a progress bar to a GPU.
+Result<LayerWeights> place_weights(LayerWeights weights, const ChosenMachine& chosen);
 
 Json config_json(const MoeConfig& config);
 

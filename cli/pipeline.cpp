@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <cstring>
+#include <stdexcept>
 #include <type_traits>
 
 namespace sluice::cli {
@@ -18,6 +19,13 @@ double bytes_of(const TensorView& view) { return view.is_present() ? static_cast
 std::byte* Buffers::grow(const std::string& name, std::int64_t bytes) {
   Block& block = memory_[name];
   const std::size_t wanted = (static_cast<std::size_t>(bytes) + kAlignment) / kAlignment * kAlignment;
+  if (block.bytes < wanted && device_.kind == DeviceKind::kCuda) {
+    Result<device::Buffer> memory = device::Buffer::allocate(device_, static_cast<std::int64_t>(wanted), name);
+    if (!memory) throw std::runtime_error(memory.status().message());
+    block.on_device = std::move(*memory);
+    block.bytes = wanted;
+  }
+  if (device_.kind == DeviceKind::kCuda) return block.on_device.data();
   if (block.bytes < wanted) {
     block.data.reset(static_cast<std::byte*>(std::aligned_alloc(kAlignment, wanted)));
     if (block.data == nullptr) throw std::bad_alloc();
@@ -31,12 +39,106 @@ TensorView Buffers::make(const std::string& name, DType dtype, std::initializer_
   for (std::int64_t extent : shape) elements *= extent;
   std::byte* data = grow(name, elements * size_bytes(dtype));
   // NaN in every float format: what a stage fails to write shows up in the comparison.
-  std::memset(data, 0xFF, static_cast<std::size_t>(elements * size_bytes(dtype)));
-  return TensorView::dense(data, dtype, shape);
+  const std::int64_t bytes = elements * size_bytes(dtype);
+  if (device_.kind == DeviceKind::kCpu) {
+    std::memset(data, 0xFF, static_cast<std::size_t>(bytes));
+  } else if (const Status filled = device::fill_bytes(device_, data, 0xFF, bytes); !filled.is_ok()) {
+    throw std::runtime_error(filled.message());
+  }
+  return TensorView::dense(data, dtype, shape, device_);
 }
 
 std::span<std::byte> Buffers::scratch(std::int64_t bytes) {
   return {grow("scratch", bytes), static_cast<std::size_t>(bytes)};
+}
+
+namespace {
+
+// Every tensor of a stage's arguments; `is_weight` for those that stay the same from step to step.
+template <class Visit>
+void for_each_view(gate::LogitsArgs& a, const Visit& visit) {
+  visit(a.x, false), visit(a.w_gate, true), visit(a.router_bias, true), visit(a.logits, false);
+}
+template <class Visit>
+void for_each_view(gate::SelectArgs& a, const Visit& visit) {
+  visit(a.logits, false), visit(a.score_bias, true), visit(a.topk_idx.view, false), visit(a.topk_weight, false);
+}
+template <class Visit>
+void for_each_view(route::Args& a, const Visit& visit) {
+  visit(a.topk_idx.view, false), visit(a.plan.expert_offset.view, false), visit(a.plan.row_token, false);
+  visit(a.plan.row_slot, false), visit(a.plan.slot_row, false), visit(a.plan.num_rows, false);
+}
+template <class Visit>
+void for_each_view(pack::Args& a, const Visit& visit) {
+  visit(a.x, false), visit(a.x_scale, false), visit(a.row_token, false), visit(a.row_slot, false);
+  visit(a.slot_row, false), visit(a.num_rows, false), visit(a.weight, false), visit(a.rows, false);
+  visit(a.rows_scale, false);
+}
+template <class Visit>
+void for_each_view(grouped_gemm::Args& a, const Visit& visit) {
+  visit(a.a, false), visit(a.a_scale, false), visit(a.groups.expert_offset.view, false), visit(a.w, true);
+  visit(a.w_scale, true), visit(a.bias, true), visit(a.out, false);
+}
+template <class Visit>
+void for_each_view(swiglu_quant::Args& a, const Visit& visit) {
+  visit(a.h, false), visit(a.groups.expert_offset.view, false), visit(a.a, false), visit(a.a_scale, false);
+}
+template <class Visit>
+void for_each_view(combine::Args& a, const Visit& visit) {
+  visit(a.y, false), visit(a.slot_row, false), visit(a.topk_weight, false), visit(a.shared, false);
+  visit(a.shared_gate, false), visit(a.out, false);
+}
+
+}  // namespace
+
+// Every tensor of a pipeline is dense or starts at its lowest address, and all of one's bytes are its own: what a row writes
+// and what it leaves alone both come back.
+template <class Args>
+Status Pipeline::run_on_copies(const Impl<Args>& row, Args args) {
+  const Device device = options_.machine.device;
+  struct Copy {
+    device::Buffer memory;
+    TensorView host;
+  };
+  std::vector<Copy> copies;
+  Status status;
+  for_each_view(args, [&](TensorView& view, bool is_weight) {
+    if (!view.is_present() || !status.is_ok()) return;
+    const TensorView host = view;
+    view.device = device;
+    if (host.num_bytes() == 0) return;
+    const auto known = uploaded_.find(host.data);
+    if (is_weight && known != uploaded_.end()) {
+      view.data = known->second.data();
+      return;
+    }
+    Result<device::Buffer> memory = device::Buffer::allocate(device, host.num_bytes(), host.to_string());
+    status = memory ? device::copy_to_device(device, memory->data(), host.data, host.num_bytes()) : memory.status();
+    if (!status.is_ok()) return;
+    view.data = memory->data();
+    if (is_weight) {
+      uploaded_[host.data] = std::move(*memory);
+    } else {
+      copies.push_back({std::move(*memory), host});
+    }
+  });
+  SLUICE_TRY(status);
+  SLUICE_TRY(row.can_run(args, options_.machine));
+  Ctx ctx;
+  device::Buffer scratch;
+  if (row.scratch_bytes != nullptr) {
+    Result<device::Buffer> memory =
+        device::Buffer::allocate(device, row.scratch_bytes(args, options_.machine), "scratch");
+    if (!memory) return memory.status();
+    scratch = std::move(*memory);
+    ctx.workspace = scratch.span();
+  }
+  SLUICE_TRY(row.run(args, ctx));
+  SLUICE_TRY(device::synchronise(device));
+  for (const Copy& copy : copies) {
+    SLUICE_TRY(device::copy_to_host(device, copy.host.data, copy.memory.data(), copy.host.num_bytes()));
+  }
+  return {};
 }
 
 Status Pipeline::add(std::string name, std::string stage, AnyArgs args, std::vector<Output> outputs) {
@@ -64,10 +166,11 @@ Status Pipeline::run(const Step& step, std::string_view impl) {
         SLUICE_TRY(check(args, Phase::kRun));
         for (const auto& row : table_of(args)) {
           if (row.name != name) continue;
+          if (row.device == DeviceKind::kCuda && is_on_host()) return run_on_copies(row, args);
+          const Machine& machine = row.device == options_.machine.device.kind ? options_.machine : options_.host;
           Ctx ctx;
-          ctx.num_threads = options_.machine.num_threads;
-          if (row.scratch_bytes != nullptr)
-            ctx.workspace = buffers_->scratch(row.scratch_bytes(args, options_.machine));
+          ctx.num_threads = machine.num_threads;
+          if (row.scratch_bytes != nullptr) ctx.workspace = buffers_->scratch(row.scratch_bytes(args, machine));
           return row.run(args, ctx);
         }
         return Status(StatusCode::kInvalidArgument, fmt::format("{}: no implementation '{}'", step.stage, name));
@@ -75,12 +178,13 @@ Status Pipeline::run(const Step& step, std::string_view impl) {
       step.args);
 }
 
-std::function<Status()> Pipeline::bind(const Step& step) {
+std::function<Status()> Pipeline::bind(const Step& step, void* stream) {
   return std::visit(
       [&](const auto& args) -> std::function<Status()> {
         for (const auto& row : table_of(args)) {
           if (row.name != step.impl) continue;
           Ctx ctx;
+          ctx.stream = stream;
           ctx.num_threads = options_.machine.num_threads;
           if (row.scratch_bytes != nullptr)
             ctx.workspace = buffers_->scratch(row.scratch_bytes(args, options_.machine));
@@ -191,6 +295,7 @@ Result<Pipeline> Pipeline::create(const MoeConfig& config, const LayerWeights& w
   pack.x = x;
   pack.scale_format = config.activation_scale;
   pack.row_token = p.plan_.row_token;
+  pack.slot_row = p.plan_.slot_row;
   pack.num_rows = p.plan_.num_rows;
   if (config.weight_on_input) {
     pack.row_slot = p.plan_.row_slot;
@@ -245,9 +350,28 @@ Result<Pipeline> Pipeline::create(const MoeConfig& config, const LayerWeights& w
   return p;
 }
 
+namespace {
+
+// i32 values, from wherever they are.
+std::vector<std::int32_t> read_i32(const TensorView& view) {
+  std::vector<std::int32_t> values(static_cast<std::size_t>(view.num_elements()));
+  if (view.device.kind == DeviceKind::kCpu) {
+    std::memcpy(values.data(), view.data, values.size() * sizeof(values[0]));
+  } else if (const Status copied = device::copy_to_host(view.device, values.data(), view.data, view.num_bytes());
+             !copied.is_ok()) {
+    throw std::runtime_error(copied.message());
+  }
+  return values;
+}
+
+}  // namespace
+
+std::int64_t Pipeline::num_rows() const { return read_i32(plan_.num_rows)[0]; }
+
 std::int64_t Pipeline::num_active() const {
   const TensorView& offset = plan_.expert_offset.view;
-  const std::int32_t* o = offset.as<std::int32_t>();
+  const std::vector<std::int32_t> offsets = read_i32(offset);
+  const std::int32_t* o = offsets.data();
   std::int64_t active = 0;
   for (std::int64_t e = 0; e + 1 < offset.shape[0]; ++e) active += o[e + 1] > o[e] ? 1 : 0;
   return active;
@@ -256,8 +380,7 @@ std::int64_t Pipeline::num_active() const {
 Cost Pipeline::cost(const Step& step) const {
   Cost cost;
   const bool is_shared = step.name.rfind("shared", 0) == 0;
-  const double rows =
-      is_shared ? static_cast<double>(x_.shape[0]) : static_cast<double>(*plan_.num_rows.as<std::int32_t>());
+  const double rows = is_shared ? static_cast<double>(x_.shape[0]) : static_cast<double>(num_rows());
   const std::string R = is_shared ? "T" : "R";
   const auto width = [](const TensorView& v) { return static_cast<double>(size_bytes(v.dtype)); };
   std::visit(
@@ -320,7 +443,7 @@ Cost Pipeline::cost(const Step& step) const {
 Cost Pipeline::layer_cost() const {
   Cost cost;
   const double T = static_cast<double>(x_.shape[0]);
-  const double rows = static_cast<double>(*plan_.num_rows.as<std::int32_t>());
+  const double rows = static_cast<double>(num_rows());
   const double H = static_cast<double>(config_.hidden), I = static_cast<double>(config_.intermediate);
   const double Is = options_.routed_only ? 0 : static_cast<double>(config_.shared_intermediate);
   const double per_expert = static_cast<double>(num_bytes(weights_.experts)) / static_cast<double>(num_local(config_));

@@ -10,6 +10,7 @@
 #include <variant>
 #include <vector>
 
+#include "device/device.h"
 #include "sluice/sluice.h"
 
 namespace sluice::cli {
@@ -46,9 +47,11 @@ struct Step {
   std::string impl;  // chosen
 };
 
-// Memory that grows and is reused by name, so that pipelines over rotated weights share their activations.
+// Memory that grows and is reused by name, so that pipelines over rotated weights share their activations. On a CPU, or
+// all of it on one GPU.
 class Buffers {
  public:
+  explicit Buffers(Device device = {}) : device_(device) {}
   TensorView make(const std::string& name, DType dtype, std::initializer_list<std::int64_t> shape);
   std::span<std::byte> scratch(std::int64_t bytes);
 
@@ -58,20 +61,25 @@ class Buffers {
   };
   struct Block {
     std::unique_ptr<std::byte, Free> data;
+    device::Buffer on_device;
     std::size_t bytes = 0;
   };
   std::byte* grow(const std::string& name, std::int64_t bytes);
+  Device device_;
   std::map<std::string, Block> memory_;
 };
 
 struct PipelineOptions {
   Precision precision = Precision::kF32;
   Machine machine = Machine::detect_cpu();
+  Machine host = Machine::detect_cpu();  // runs the rows of a CPU, e.g. references, where machine is a GPU
   std::map<std::string, Selection> selection;
   bool routed_only = false;
   bool with_gate = true;  // false: topk_idx and topk_weight are filled by the caller
 };
 
+// Tensors on the host: a row of a GPU then runs on copies (check). Tensors on the GPU, weights and x included: the rows run
+// on them in place (bench).
 class Pipeline {
  public:
   static Result<Pipeline> create(const MoeConfig& config, const LayerWeights& weights, const TensorView& x,
@@ -82,7 +90,7 @@ class Pipeline {
   Status run(const Step& step, std::string_view impl = {});
   Status run_all();
   // The chosen implementation with everything resolved, for timing: no checks, no look-ups.
-  std::function<Status()> bind(const Step& step);
+  std::function<Status()> bind(const Step& step, void* stream = nullptr);
 
   const TensorView& x() const { return x_; }
   const TensorView& topk_idx() const { return topk_idx_; }        // [T,S] i32
@@ -96,14 +104,19 @@ class Pipeline {
   Cost cost(const Step& step) const;
   Cost layer_cost() const;
   std::int64_t num_active() const;  // experts that have rows
+  std::int64_t num_rows() const;    // that are routed
 
  private:
   Status add(std::string name, std::string stage, AnyArgs args, std::vector<Output> outputs);
   Status add_ffn(const std::string& prefix, const FfnWeights& weights, const RowGroups& groups, std::int64_t num_rows,
                  std::int64_t intermediate, const DataPath& path, const TensorView& rows, const TensorView& rows_scale,
                  TensorView* y);
+  template <class Args>
+  Status run_on_copies(const Impl<Args>& row, Args args);
+  bool is_on_host() const { return x_.device.kind == DeviceKind::kCpu; }
   MoeConfig config_;
   LayerWeights weights_;
+  std::map<const void*, device::Buffer> uploaded_;  // weights that steps have run on copies of
   PipelineOptions options_;
   std::shared_ptr<Buffers> buffers_;
   std::vector<Step> steps_;

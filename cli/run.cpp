@@ -55,8 +55,10 @@ struct RunOptions {
   MachineOptions machine;
 };
 
-// Scratch the run may use beside the weights; with input and output chunks it stays well inside the promised 200 MB.
+// Scratch the run may use beside the weights; with input and output chunks it stays well inside the promised 200 MB. On a
+// GPU it is the GPU's memory, which the host promises nothing about.
 constexpr std::int64_t kChunkBytes = 96'000'000;
+constexpr std::int64_t kGpuChunkBytes = 2'000'000'000;
 constexpr std::int64_t kMaxChunk = 4096;
 constexpr const char* kInterrupted = "interrupted; nothing was written";
 
@@ -109,14 +111,15 @@ struct Planned {
 };
 
 // The largest chunk of tokens whose buffers fit.
-Result<Planned> plan(const LoadedLayer& loaded, LayerOptions options, std::int64_t num_tokens, std::int64_t row_bytes) {
+Result<Planned> plan(const MoeConfig& config, const LayerWeights& weights, LayerOptions options,
+                     std::int64_t num_tokens, std::int64_t row_bytes) {
+  const std::int64_t limit = options.machine.device.kind == DeviceKind::kCuda ? kGpuChunkBytes : kChunkBytes;
   std::int64_t chunk = std::min(std::max<std::int64_t>(num_tokens, 1), kMaxChunk);
   while (true) {
     options.max_tokens = chunk;
-    Result<Layer> layer = Layer::create(loaded.config, loaded.weights, options);
+    Result<Layer> layer = Layer::create(config, weights, options);
     if (!layer) return layer.status();
-    if (chunk == 1 || layer->workspace_bytes() + chunk * row_bytes <= kChunkBytes)
-      return Planned{std::move(*layer), chunk};
+    if (chunk == 1 || layer->workspace_bytes() + chunk * row_bytes <= limit) return Planned{std::move(*layer), chunk};
     chunk = (chunk + 1) / 2;
   }
 }
@@ -129,7 +132,8 @@ struct Totals {
 
 Status run_tokens(const Planned& planned, TokenInput& input, const std::string& output, Totals& totals) {
   const std::int64_t T = input.num_tokens(), H = input.hidden(), S = planned.layer.config().top_k;
-  std::vector<std::byte> workspace(static_cast<std::size_t>(planned.layer.workspace_bytes()));
+  Result<LayerRunner> runner = LayerRunner::create(planned.layer);
+  if (!runner) return runner.status();
   std::vector<std::byte> rows(static_cast<std::size_t>(planned.chunk * H * size_bytes(input.dtype())));
   std::vector<std::int32_t> topk_idx(static_cast<std::size_t>(T * S));
   std::vector<float> topk_weight(topk_idx.size());
@@ -146,8 +150,7 @@ Status run_tokens(const Planned& planned, TokenInput& input, const std::string& 
       chunk.topk_idx.resize(static_cast<std::size_t>(count * S));
       chunk.topk_weight.resize(chunk.topk_idx.size());
       const auto start = std::chrono::steady_clock::now();
-      SLUICE_TRY(
-          forward_into(planned.layer, TensorView::dense(rows.data(), input.dtype(), {count, H}), workspace, chunk));
+      SLUICE_TRY(runner->forward(TensorView::dense(rows.data(), input.dtype(), {count, H}), chunk));
       totals.seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
       std::copy(chunk.topk_idx.begin(), chunk.topk_idx.end(), topk_idx.begin() + begin * S);
       std::copy(chunk.topk_weight.begin(), chunk.topk_weight.end(), topk_weight.begin() + begin * S);
@@ -178,6 +181,9 @@ Outcome run(const RunOptions& options, bool json) {
     if (!parsed) return Outcome::usage(parsed.status().message());
     asked = *parsed;
   }
+  bool usage = false;
+  Result<ChosenMachine> chosen = choose_machine(options.machine, usage);
+  if (!chosen) return usage ? Outcome::usage(chosen.status().message()) : Outcome(chosen.status());
   Result<ModelLayer> model = open_layer(options.model, options.layer);
   if (!model) return model.status();
   auto input = TokenInput::open(options.input, model->info.config.hidden);
@@ -191,15 +197,20 @@ Outcome run(const RunOptions& options, bool json) {
   Result<LoadedLayer> loaded = load_layer(*model, precision, options.routed_only);
   if (!loaded) return is_interrupted() ? interrupted(Status(StatusCode::kIoError, kInterrupted)) : loaded.status();
   for (const std::string& tensor : loaded->nan_tensors) warn("NaN weights: " + tensor);
+  const std::int64_t weight_bytes = num_bytes(loaded->weights);
+  Result<LayerWeights> weights = place_weights(std::move(loaded->weights), *chosen);
+  if (!weights)
+    return is_interrupted() ? interrupted(Status(StatusCode::kIoError, kInterrupted)) : Outcome(weights.status());
+  loaded->weights = {};
 
   LayerOptions layer_options;
   layer_options.precision = precision;
   layer_options.routed_only = options.routed_only;
-  layer_options.machine = options.machine.machine();
+  layer_options.machine = chosen->machine;
   layer_options.selection = *selection;
   const std::int64_t H = (*input)->hidden();
   Result<Planned> planned =
-      plan(*loaded, layer_options, (*input)->num_tokens(), H * (4 + size_bytes((*input)->dtype())));
+      plan(loaded->config, *weights, layer_options, (*input)->num_tokens(), H * (4 + size_bytes((*input)->dtype())));
   if (!planned) return planned.status();
   Totals totals;
   if (Status s = run_tokens(*planned, **input, options.output, totals); !s.is_ok()) {
@@ -225,7 +236,9 @@ Outcome run(const RunOptions& options, bool json) {
                 {"hidden", H},
                 {"top_k", loaded->config.top_k},
                 {"chunk_tokens", planned->chunk},
+                {"device", device_json(*chosen)},
                 {"threads", layer_options.machine.num_threads},
+                {"weight_bytes", weight_bytes},
                 {"seconds", totals.seconds},
                 {"tokens_per_s", rate},
                 {"workspace_bytes", planned->layer.workspace_bytes()},
@@ -239,11 +252,13 @@ Outcome run(const RunOptions& options, bool json) {
   }
   for (const std::string& note : loaded->notes) fmt::print("note: {}\n", note);
   fmt::print("{}: y[{},{}] f32, topk_idx, topk_weight\n", options.output, T, H);
+  fmt::print("{}\n{}: weights {}, workspace {}\n", chosen->describe(), chosen->name(), format_bytes(weight_bytes),
+             format_bytes(planned->layer.workspace_bytes()));
   // Nothing ran for no tokens: there is no rate to tell.
-  const std::string timing =
-      T == 0 ? ""
-             : fmt::format(" in {} ({:.0f} tok/s), chunks of {}, {} threads", format_seconds(totals.seconds), rate,
-                           planned->chunk, layer_options.machine.num_threads);
+  const std::string timing = T == 0
+                                 ? ""
+                                 : fmt::format(" in {} ({:.0f} tok/s{}), chunks of {}", format_seconds(totals.seconds),
+                                               rate, chosen->is_gpu() ? ", copies included" : "", planned->chunk);
   fmt::print("layer {} in {}, {} tokens{}\n", options.layer, to_string(precision), format_count(T), timing);
   return kExitOk;
 }
@@ -266,6 +281,7 @@ void add_run(CLI::App& app, Command& command) {
   sub->add_option("--precision", o->precision, "w8a8, w8a16, bf16 or f32")->type_name("P");
   sub->add_flag("--routed-only", o->routed_only, "Leave the shared expert out of y");
   add_impl(*sub, o->machine);
+  add_device(*sub, o->machine);
   add_threads(*sub, o->machine);
   add_json(*sub, command);
   sub->callback([&command, o] { command.run = [&command, o] { return run(*o, command.json); }; });

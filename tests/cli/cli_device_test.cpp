@@ -1,0 +1,79 @@
+// --device and SLUICE_DISABLE, as far as a machine without a GPU can show them; where there is one, that it is used.
+#include "cli/cli_fixture.h"
+#include "sluice/device.h"
+
+namespace sluice::test {
+namespace {
+
+using CliDeviceTest = CliTest;
+
+const std::vector<std::vector<std::string>> kCommands = {
+    {"explain", "--like", "qwen3-30b", "--tokens", "4"},
+    {"check", "--model", kTiny, "--layer", "1", "--tokens", "2", "--precision", "w8a8"},
+    {"run", "--model", kTiny, "--layer", "1", "--input", std::string(kTiny) + "/golden.safetensors:layer1.x",
+     "--output", "/tmp/sluice-cli-device.safetensors"},
+    {"bench", "--model", kTiny, "--layer", "1", "--tokens", "1", "--precision", "w8a8", "--seconds", "0.01"}};
+
+std::vector<std::string> with(std::vector<std::string> command, std::initializer_list<std::string> more) {
+  command.insert(command.end(), more);
+  return command;
+}
+
+TEST_F(CliDeviceTest, WordsThatAreNoDeviceAreUsageErrors) {
+  for (const auto& command : kCommands) {
+    for (const char* word : {"gpu", "CUDA", "cuda:", "cuda:x", "cuda:-1", "cuda:0x", "cuda:99999999999", "", "cpu:0"}) {
+      const Ran ran = sluice(with(command, {"--device=" + std::string(word)}));
+      EXPECT_EQ(ran.code, 2) << command[0] << " " << word << ": " << ran.err;
+    }
+  }
+}
+
+TEST_F(CliDeviceTest, AGpuThatIsNotThereIsRefusedWithWhatWasFound) {
+  for (const auto& command : kCommands) {
+    const Ran ran = sluice(with(command, {"--device", "cuda:777"}));
+    EXPECT_EQ(ran.code, 3) << command[0];
+    EXPECT_THAT(ran.err, HasSubstr("--device cuda:777: cuda: "));
+  }
+}
+
+TEST_F(CliDeviceTest, ExplainSaysWhatThereIsAndWhy) {
+  const Ran text = sluice(kCommands[0]);
+  EXPECT_EQ(text.code, 0) << text.err;
+  const json document = sluice(with(kCommands[0], {"--json"})).document();
+  const Result<std::vector<Machine>> gpus = cuda_machines();
+  if (!gpus) {
+    EXPECT_THAT(text.out, HasSubstr("GPU: none: " + gpus.status().message()));
+    EXPECT_EQ(document["gpus"]["none"], gpus.status().message());
+    EXPECT_EQ(document["device"]["device"], "cpu");
+    EXPECT_EQ(document["device"]["why_not_cuda"], gpus.status().message());
+  } else {
+    EXPECT_THAT(text.out, HasSubstr(gpus->front().gpu.name));
+    EXPECT_EQ(document["gpus"].size(), gpus->size());
+  }
+  const json cpu = sluice(with(kCommands[0], {"--json", "--device", "cpu"})).document();
+  EXPECT_EQ(cpu["device"]["device"], "cpu");
+  EXPECT_FALSE(cpu["device"].contains("why_not_cuda"));
+}
+
+TEST_F(CliDeviceTest, SluiceDisableTurnsPathsOffAndNamesWrongNames) {
+  setenv("SLUICE_DISABLE", "pack:cpu", 1);
+  const json document = sluice(with(kCommands[0], {"--json", "--device", "cpu"})).document();
+  const Ran wrong = [&] {
+    setenv("SLUICE_DISABLE", "hopper", 1);
+    return sluice(kCommands[0]);
+  }();
+  unsetenv("SLUICE_DISABLE");
+  bool found = false;
+  for (const auto& stage : document["precisions"][0]["stages"]) {
+    if (stage["stage"] != "pack") continue;
+    found = true;
+    EXPECT_EQ(stage["implementation"], "reference");
+    EXPECT_THAT(stage["declined"].dump(), HasSubstr("SLUICE_DISABLE"));
+  }
+  EXPECT_TRUE(found);
+  EXPECT_EQ(wrong.code, 2);
+  EXPECT_THAT(wrong.err, HasSubstr("SLUICE_DISABLE: there is no implementation 'hopper'"));
+}
+
+}  // namespace
+}  // namespace sluice::test
