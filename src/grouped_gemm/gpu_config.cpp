@@ -112,6 +112,7 @@ Status can_run_wgmma(const Args& args, const Machine& machine) {
     return decline(fmt::format("out must be bf16, it is {}", to_string(args.out.dtype)));
   SLUICE_TRY(check_strides("a", args.a));
   SLUICE_TRY(check_strides("w", args.w));
+  SLUICE_TRY(check_alignment(args));  // at a plan there are no addresses yet, and nothing to object to
   const GpuTile tile = choose_tile(problem_of(args));
   if (tile.stages < 2) return decline(fmt::format("{} groups leave no room: {}", args.w.shape[0], tile.to_string()));
   return Status::ok();

@@ -165,6 +165,8 @@ Status Layer::forward_routed(const RoutedInput& input, const TensorView& out, co
   call.b.topk_weight = input.topk_weight;
   SLUICE_TRY(check_place("forward_routed", "x_scale", input.x_scale, s.device()));
   SLUICE_TRY(pack::check(pack_args(s, call.b, x, input.x_scale)));
+  if (s.has_shared() && s.config.has_shared_gate)
+    SLUICE_TRY(s.shared_logits.accepts(x.dtype, shared_logits_args(s, call.b, x)));
   const device::Current current(s.device());
   SLUICE_TRY(current.status());
   return run_routed(s, call, x, input.x_scale, input.counters, out);

@@ -43,23 +43,44 @@ Status resolve(Layer::State& s, std::string_view role, std::string_view stage, s
   return Status::ok();
 }
 
+// One dtype of a stage that touches the caller's tensor, and what stands by for awkward places on a GPU.
+template <class Args>
+void resolve_choice(Layer::State& s, std::string_view role, std::string_view stage, std::span<const Impl<Args>> table,
+                    const Args& args, std::string tensors, typename CallerStage<Args>::Choice& choice) {
+  Result<const Impl<Args>*> impl = resolve_row(s, role, stage, table, args, std::move(tensors));
+  choice.refusal = impl.status();
+  if (!impl) return;
+  choice.impl = *impl;
+  Selection others = selection_for(s.options.selection, stage);
+  if (s.device().kind != DeviceKind::kCuda || !others.forced.empty()) return;
+  others.disabled.emplace_back(choice.impl->name);
+  const Result<Choice<Args>> next = choose(stage, table, args, s.options.machine, others);
+  if (!next) return;
+  choice.stand_by = next->impl;
+  if (choice.stand_by->scratch_bytes != nullptr)
+    s.scratch_bytes = std::max(s.scratch_bytes, choice.stand_by->scratch_bytes(args, s.options.machine));
+  std::string& configuration = s.reports.back().configuration;
+  configuration += fmt::format("{}{} where it cannot take a tensor's address or stride",
+                               configuration.empty() ? "" : "; ", choice.stand_by->name);
+}
+
 // For each dtype the caller's tensor (`of` args) may have. The first is the planned one and must be served; another gets a
 // line of its own in the report when its implementation differs, and a refusal kept for the call when there is none.
 template <class Args>
 Status resolve(Layer::State& s, std::string_view role, std::string_view stage, std::span<const Impl<Args>> table,
                Args args, TensorView Args::*of, std::initializer_list<DType> dtypes, std::string tensors,
                CallerStage<Args>& resolved) {
+  resolved.machine = &s.options.machine;
   const Impl<Args>* planned = nullptr;
   for (DType dtype : dtypes) {
     (args.*of).dtype = dtype;
     const std::string as = planned == nullptr ? std::string(role) : fmt::format("{} ({})", role, to_string(dtype));
-    Result<const Impl<Args>*> impl = resolve_row(s, as, stage, table, args, planned == nullptr ? tensors : "");
-    resolved.refusal[static_cast<std::size_t>(dtype)] = impl.status();
-    if (planned == nullptr && !impl) return impl.status();
-    if (!impl) continue;
-    resolved.impl[static_cast<std::size_t>(dtype)] = *impl;
-    if (*impl == planned) s.reports.pop_back();
-    if (planned == nullptr) planned = *impl;
+    typename CallerStage<Args>::Choice& choice = resolved.of(dtype);
+    resolve_choice(s, as, stage, table, args, planned == nullptr ? tensors : "", choice);
+    if (planned == nullptr) SLUICE_TRY(choice.refusal);
+    if (choice.impl == nullptr) continue;
+    if (choice.impl == planned) s.reports.pop_back();
+    if (planned == nullptr) planned = choice.impl;
   }
   return Status::ok();
 }
@@ -102,13 +123,11 @@ Status resolve_brought_rows(Layer::State& s, const Buffers& b, pack::Args tokens
   const auto scale_of = [&](const TensorView& x) {
     return TensorView::dense(nullptr, DType::kF32, {rows.scale.shape[0], x.shape[0]}, s.device());
   };
-  const std::size_t quantised = static_cast<std::size_t>(s.path.rows);
   if (rows.scale.is_present()) {
     tokens.x.dtype = s.path.rows;
     tokens.x_scale = scale_of(tokens.x);
-    auto impl = resolve_row(s, "pack of quantised x", "pack", pack::impls(), tokens, tokens.x.to_string());
-    s.routed.pack.refusal[quantised] = impl.status();
-    if (impl) s.routed.pack.impl[quantised] = *impl;
+    resolve_choice(s, "pack of quantised x", "pack", pack::impls(), tokens, tokens.x.to_string(),
+                   s.routed.pack.of(s.path.rows));
   }
   const RowGroups groups = RowGroups::contiguous(b.plan.expert_offset);
   TensorView x = rows.data;
@@ -119,11 +138,10 @@ Status resolve_brought_rows(Layer::State& s, const Buffers& b, pack::Args tokens
   if (rows.scale.is_present()) {
     grouped.x = rows.data;
     grouped.x_scale = scale_of(grouped.x);
-    auto impl = resolve_row(s, "pack of quantised rows", "pack", pack::impls(), grouped, grouped.x.to_string());
-    s.group_pack.refusal[quantised] = impl.status();
-    if (impl) s.group_pack.impl[quantised] = *impl;
+    resolve_choice(s, "pack of quantised rows", "pack", pack::impls(), grouped, grouped.x.to_string(),
+                   s.group_pack.of(s.path.rows));
   }
-  const std::string_view usual = s.routed.pack.impl[static_cast<std::size_t>(DType::kBF16)]->name;
+  const std::string_view usual = s.routed.pack.of(DType::kBF16).impl->name;
   const auto is_usual = [&](const StageReport& report) { return report.impl == usual; };
   s.reports.erase(
       std::remove_if(s.reports.begin() + static_cast<std::ptrdiff_t>(num_reports), s.reports.end(), is_usual),

@@ -65,14 +65,34 @@ struct Stage {
 };
 
 // A stage that touches a tensor the caller brings, which may have one of several dtypes: a function for each, or the reason
-// why there is none.
+// why there is none. A kernel of a GPU may also be particular about addresses and strides, which only the call knows: then
+// the next row of the table that can run stands by. Both are in the stage's report.
 template <class Args>
 struct CallerStage {
-  std::array<const Impl<Args>*, kNumDTypes> impl{};
-  std::array<Status, kNumDTypes> refusal{};
-  Status serves(DType dtype) const { return refusal[static_cast<std::size_t>(dtype)]; }
+  struct Choice {
+    const Impl<Args>* impl = nullptr;
+    const Impl<Args>* stand_by = nullptr;  // null: none
+    Status refusal;                        // why impl is null
+  };
+  std::array<Choice, kNumDTypes> by_dtype{};
+  const Machine* machine = nullptr;
+
+  Choice& of(DType dtype) { return by_dtype[static_cast<std::size_t>(dtype)]; }
+  const Choice& of(DType dtype) const { return by_dtype[static_cast<std::size_t>(dtype)]; }
+  Status serves(DType dtype) const { return of(dtype).refusal; }
+  // Whether one of the two takes these tensors as they lie in memory.
+  Status accepts(DType dtype, const Args& args) const {
+    const Choice& choice = of(dtype);
+    if (machine->device.kind != DeviceKind::kCuda) return Status::ok();
+    const Status status = choice.impl->can_run(args, *machine);
+    if (status.is_ok() || choice.stand_by == nullptr) return status;
+    return choice.stand_by->can_run(args, *machine);
+  }
   Status operator()(DType dtype, const Args& args, const Ctx& ctx) const {
-    return impl[static_cast<std::size_t>(dtype)]->run(args, ctx);
+    const Choice& choice = of(dtype);
+    const bool may_decline = machine->device.kind == DeviceKind::kCuda && choice.stand_by != nullptr;
+    const bool stands_by = may_decline && !choice.impl->can_run(args, *machine).is_ok();
+    return (stands_by ? choice.stand_by : choice.impl)->run(args, ctx);
   }
 };
 

@@ -59,14 +59,14 @@ FfnBuffers lay_out_ffn(Arena& arena, const FfnNames& names, const DataPath& path
   FfnBuffers b;
   b.rows.data = arena.take(names.rows, path.rows, {rows, hidden});
   if (is_quantised(path.rows)) {
-    b.rows.scale = arena.take_scale(path.row_scales ? names.rows_row_scale : names.rows_scale,
-                                    path.scale_blocks(hidden), rows);
+    b.rows.scale =
+        arena.take_scale(path.row_scales ? names.rows_row_scale : names.rows_scale, path.scale_blocks(hidden), rows);
   }
   b.h = arena.take(names.h, path.h, {rows, 2 * intermediate});
   b.a.data = arena.take(names.a, path.a, {rows, intermediate});
   if (is_quantised(path.a)) {
-    b.a.scale = arena.take_scale(path.row_scales ? names.a_row_scale : names.a_scale, path.scale_blocks(intermediate),
-                                 rows);
+    b.a.scale =
+        arena.take_scale(path.row_scales ? names.a_row_scale : names.a_scale, path.scale_blocks(intermediate), rows);
   }
   b.y = arena.take(names.y, path.y, {rows, hidden});
   return b;

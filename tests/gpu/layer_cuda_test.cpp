@@ -368,7 +368,10 @@ TEST_F(LayerCuda, AwkwardSizesAndPlacesAreTheCpus) {
         d.fill_values(x.to_doubles());
         return d;
       }();
-      EXPECT_TRUE(same_bits(run_on_gpu(*layer, dense.view()).out.view(), got.out.view())) << v.name << " H=" << hidden;
+      // Where tokens lie may decide between two kernels of the gate, whose sums differ in their last bits.
+      const Outcome from_dense = run_on_gpu(*layer, dense.view());
+      EXPECT_TRUE(same_bits(from_dense.topk_idx.view(), got.topk_idx.view())) << v.name << " H=" << hidden;
+      EXPECT_LE(worst_row(from_dense.out.view(), got.out.view()), tensor_core_bound(v.precision)) << v.name;
     }
   }
 }
