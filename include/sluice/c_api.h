@@ -25,7 +25,8 @@ typedef enum sluice_status {
   SLUICE_BAD_DATA = 4,
   SLUICE_IO_ERROR = 5,
   SLUICE_WORKSPACE_TOO_SMALL = 6,
-  SLUICE_INTERNAL = 7
+  SLUICE_INTERNAL = 7,
+  SLUICE_OUT_OF_MEMORY = 8 /* of a GPU */
 } sluice_status;
 
 /* The numbers are those of sluice::DType. */
@@ -44,7 +45,9 @@ typedef enum sluice_precision {
   SLUICE_PRECISION_F32 = 3
 } sluice_precision;
 
-typedef struct sluice_context sluice_context; /* keeps the last error */
+typedef enum sluice_device_kind { SLUICE_CPU = 0, SLUICE_CUDA = 1 } sluice_device_kind;
+
+typedef struct sluice_context sluice_context; /* keeps the last error, and the stream of its calls */
 typedef struct sluice_layer sluice_layer;
 
 /* A borrowed tensor. rank 0: absent. All strides 0: dense row-major. Inputs are never written. */
@@ -64,7 +67,14 @@ typedef struct sluice_options {
   int64_t max_rows;            /* R of the largest forward_grouped; 0: max_tokens * S */
   int64_t max_rows_per_expert; /* Mmax of the largest forward_masked; 0: not used */
   int32_t routed_only;         /* leave the shared expert out */
-  int32_t checked;             /* invalid expert ids are errors instead of counted */
+  int32_t checked;             /* invalid expert ids are errors instead of counted; SLUICE_CPU only */
+  int32_t device_kind;         /* sluice_device_kind: where the layer, its tensors and its workspace are */
+  int32_t device_index;        /* of a GPU */
+  int32_t upload;              /* sluice_layer_create on a GPU: the weights are host memory, and are copied to it */
+  const char* force;           /* "NAME,STAGE:NAME": implementations that must be taken; null: none */
+  const char* disable;         /* implementations never taken, as in the environment variable SLUICE_DISABLE; null: none */
+  int64_t first_expert;        /* create_from_checkpoint: experts [first_expert, first_expert + num_local) of the layer */
+  int64_t num_local;           /* 0: all from first_expert on */
 } sluice_options;
 
 /* sluice/config.h explains each field; the enums count in the order given there. */
@@ -119,14 +129,24 @@ void sluice_context_destroy(sluice_context* context);
 /* The sentence of the last call on this context that failed; "" if none did. Valid until the next call on it. */
 const char* sluice_last_error(const sluice_context* context);
 
-/* Loads MoE layer `layer` of a Hugging Face checkpoint folder. */
+/* On a GPU: the cudaStream_t that calls with this context queue their work on; null (as created): the default stream. */
+void sluice_context_set_stream(sluice_context* context, void* stream);
+
+/* Loads MoE layer `layer` of a Hugging Face checkpoint folder; to a GPU it is uploaded. */
 sluice_status sluice_layer_create_from_checkpoint(sluice_context* context, const char* path, int64_t layer,
                                                   const sluice_options* options, sluice_layer** out);
-/* Takes weights in place. */
+/* Takes weights in place, or uploads them (options.upload); uploaded ones are freed with the layer. */
 sluice_status sluice_layer_create(sluice_context* context, const sluice_moe_config* config,
                                   const sluice_layer_weights* weights, const sluice_options* options,
                                   sluice_layer** out);
 void sluice_layer_destroy(sluice_layer* layer);
+
+/* What the layer resolved to, as text: a line for each stage (implementation, configuration), for each that was declined
+ * and why, and for each item of the workspace. Writes at most `bytes` bytes, terminator included, and returns the bytes
+ * all of it needs; text may be null with bytes 0. */
+size_t sluice_layer_describe(const sluice_layer* layer, char* text, size_t bytes);
+/* GPUs that can be used; 0 leaves the reason in the context's last error. */
+int32_t sluice_num_gpus(sluice_context* context);
 
 int64_t sluice_layer_workspace_bytes(const sluice_layer* layer);
 /* hidden, intermediate, num_experts, top_k of the layer; any pointer may be null. */

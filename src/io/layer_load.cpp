@@ -45,13 +45,22 @@ class Loader {
     SLUICE_TRY(take_matrix(files_.router, {E, H}, w.w_gate));
     SLUICE_TRY(take_f32(files_.router_bias, {E}, w.router_bias));
     SLUICE_TRY(take_f32(files_.score_bias, {E}, w.score_bias));
-    SLUICE_TRY(take_ffn(files_.experts, H, w.experts));
+    const std::int64_t first = options_.first_expert;
+    const std::int64_t count = options_.num_local > 0 ? options_.num_local : E - first;
+    if (first < 0 || options_.num_local < 0 || first >= E || count > E - first) {
+      return Status(StatusCode::kInvalidArgument,
+                    fmt::format("load: first_expert = {} and num_local = {} are no part of the layer's E = {} experts",
+                                first, options_.num_local, E));
+    }
+    loaded_.config.first_expert = first;
+    loaded_.config.num_local = count == E ? 0 : count;
+    SLUICE_TRY(take_ffn(files_.experts, H, first, count, w.experts));
     if (options_.routed_only && files_.shared.present) {
       loaded_.config.shared_intermediate = 0;
       loaded_.config.has_shared_gate = false;
       loaded_.notes.push_back("the shared expert was not read (routed_only)");
     } else if (files_.shared.present) {
-      SLUICE_TRY(take_ffn(files_.shared, H, w.shared));
+      SLUICE_TRY(take_ffn(files_.shared, H, 0, files_.shared.num_experts, w.shared));
       SLUICE_TRY(take_matrix(files_.shared_gate, {1, H}, w.shared_gate));
     }
     SLUICE_TRY(check_ledger());
@@ -217,8 +226,10 @@ class Loader {
 
   // ---- the gated FFN ----
 
-  Status take_ffn(const StoredFfn& ffn, std::int64_t H, FfnWeights& out) {
-    const std::int64_t L = ffn.num_experts, I = ffn.intermediate;
+  // Experts [first, first + count) of it; what the files hold as one tensor is taken whole and shown in part.
+  Status take_ffn(const StoredFfn& ffn, std::int64_t H, std::int64_t first, std::int64_t count, FfnWeights& out) {
+    const std::int64_t E = ffn.num_experts, L = count, I = ffn.intermediate;
+    first_ = first;
     const std::int64_t Ib = ceil_div(I, kScaleBlock), Hb = ceil_div(H, kScaleBlock);
     const bool per_channel = is_per_channel(ffn.format);
     const bool keep = is_kept(ffn.format) && options_.precision != Precision::kBF16;
@@ -229,8 +240,10 @@ class Loader {
     // Stored as wanted? f16 never is; e4m3 and int8 when they stay so.
     const bool as_stored = ffn.dtype == dtype && !ffn.transposed;
     const bool w13_view = as_stored && ffn.fused && ffn.order == GateUp::kGateFirst &&
-                          take_view(ffn.gate[0], dtype, {L, 2 * I, H}, out.w13);
-    const bool w2_view = as_stored && ffn.down.size() == 1 && take_view(ffn.down[0], dtype, {L, H, I}, out.w2);
+                          take_view(ffn.gate[0], dtype, {E, 2 * I, H}, out.w13);
+    const bool w2_view = as_stored && ffn.down.size() == 1 && take_view(ffn.down[0], dtype, {E, H, I}, out.w2);
+    if (w13_view) out.w13 = out.w13.slice(first, L);
+    if (w2_view) out.w2 = out.w2.slice(first, L);
     if (!w13_view) SLUICE_TRY(allocate(dtype, {L, 2 * I, H}, out.w13));
     if (!w2_view) SLUICE_TRY(allocate(dtype, {L, H, I}, out.w2));
     if (keep && per_channel) {
@@ -240,20 +253,23 @@ class Loader {
       SLUICE_TRY(allocate(DType::kF32, {L, 2 * Ib, Hb}, out.w13_scale));
       SLUICE_TRY(allocate(DType::kF32, {L, Hb, Ib}, out.w2_scale));
     }
-    for (std::int64_t e = 0; e < L; ++e) {
+    for (std::int64_t e = first; e < first + L; ++e) {
       if (!w13_view) ffn.fused ? fused_w13(ffn, e, H, out) : split_w13(ffn, e, H, out);
       if (!w2_view) take_w2(ffn, e, H, out);
       // Rows and columns of scales: of gate or up, then of down.
       if (keep && per_channel) expert_scales(ffn, e, {I, 1, H, 1}, out);
       if (keep && !per_channel) expert_scales(ffn, e, {Ib, Hb, Hb, Ib}, out);
     }
-    return take_biases(ffn, H, out);
+    SLUICE_TRY(take_biases(ffn, H, out));
+    if (out.w13_bias.is_present()) out.w13_bias = out.w13_bias.slice(first, L);
+    if (out.w2_bias.is_present()) out.w2_bias = out.w2_bias.slice(first, L);
+    return Status::ok();
   }
 
   void split_w13(const StoredFfn& ffn, std::int64_t e, std::int64_t H, const FfnWeights& out) {
     const auto i = static_cast<std::size_t>(e);
     const std::int64_t I = ffn.intermediate;
-    std::byte* gate = out.w13.row(e);
+    std::byte* gate = out.w13.row(e - first_);
     std::byte* up = gate + I * H * size_bytes(out.w13.dtype);
     for (const auto& [weights, scales, dst] :
          {std::tuple(&ffn.gate, &ffn.gate_scale, gate), std::tuple(&ffn.up, &ffn.up_scale, up)}) {
@@ -271,7 +287,7 @@ class Loader {
   void fused_w13(const StoredFfn& ffn, std::int64_t e, std::int64_t H, const FfnWeights& out) {
     const std::int64_t I = ffn.intermediate, count = 2 * I * H;
     const TensorRef& ref = ffn.gate[0];
-    std::byte* dst = out.w13.row(e);
+    std::byte* dst = out.w13.row(e - first_);
     const std::int64_t src_size = size_bytes(ffn.dtype), dst_size = size_bytes(out.w13.dtype);
     const GateUp order = ffn.order;
     const DType from = ffn.dtype;
@@ -309,7 +325,7 @@ class Loader {
     const std::int64_t index = ffn.fused ? e : 0;
     const auto i = static_cast<std::size_t>(ffn.fused ? 0 : e);
     const TensorRef& ref = ffn.down[i];
-    std::byte* dst = out.w2.row(e);
+    std::byte* dst = out.w2.row(e - first_);
     const DType from = ffn.dtype;
     if (ffn.format == StoredFormat::kMxfp4 || ffn.format == StoredFormat::kE4M3Mx) {
       dequantise_rows(ffn, ref, ffn.down_scale[i], index, H, I, dst, GateUp::kGateFirst, 0);
@@ -330,8 +346,8 @@ class Loader {
   };
   void expert_scales(const StoredFfn& ffn, std::int64_t e, const ScaleExtents& n, const FfnWeights& out) {
     const std::int64_t half_count = n.w13_rows * n.w13_cols, w2_count = n.w2_rows * n.w2_cols;
-    float* w13 = out.w13_scale.as<float>() + e * 2 * half_count;
-    float* w2 = out.w2_scale.as<float>() + e * w2_count;
+    float* w13 = out.w13_scale.as<float>() + (e - first_) * 2 * half_count;
+    float* w2 = out.w2_scale.as<float>() + (e - first_) * w2_count;
     const auto i = static_cast<std::size_t>(ffn.fused ? 0 : e);
     if (ffn.fused) {
       for (std::int64_t half = 0; half < 2; ++half) {
@@ -450,6 +466,7 @@ class Loader {
 
   const LayerFiles& files_;
   const LoadOptions& options_;
+  std::int64_t first_ = 0;  // expert in the first place of the destinations
   bool poison_;
   LoadedLayer loaded_;
   std::vector<Job> jobs_;

@@ -3,20 +3,24 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cstring>
 #include <exception>
 #include <new>
 #include <string>
 
 #include "sluice/checkpoint.h"
+#include "sluice/device.h"
 #include "sluice/layer.h"
 
 struct sluice_context {
   std::string error;
+  void* stream = nullptr;
 };
 
 struct sluice_layer {
   sluice::Layer layer;
+  std::string description;
 };
 
 namespace {
@@ -30,6 +34,8 @@ static_assert(static_cast<int>(DType::kF32) == SLUICE_F32 && static_cast<int>(DT
 static_assert(static_cast<int>(DType::kE4M3) == SLUICE_E4M3 && static_cast<int>(DType::kI32) == SLUICE_I32);
 static_assert(static_cast<int>(DType::kI64) == SLUICE_I64);
 static_assert(static_cast<int>(StatusCode::kInternal) == SLUICE_INTERNAL);
+static_assert(static_cast<int>(StatusCode::kOutOfMemory) == SLUICE_OUT_OF_MEMORY);
+static_assert(static_cast<int>(sluice::DeviceKind::kCuda) == SLUICE_CUDA);
 static_assert(static_cast<int>(sluice::Precision::kF32) == SLUICE_PRECISION_F32);
 
 sluice_status report(sluice_context* context, const Status& status) {
@@ -75,8 +81,9 @@ Status read_struct(const char* name, const Struct* given, Struct& full) {
   return Status::ok();
 }
 
-Status to_view(const char* name, const sluice_tensor* tensor, TensorView& view) {
+Status to_view(const char* name, const sluice_tensor* tensor, TensorView& view, sluice::Device device) {
   view = {};
+  view.device = device;
   if (tensor == nullptr || tensor->rank == 0) return Status::ok();
   if (tensor->rank < 0 || tensor->rank > sluice::kMaxRank)
     return invalid(fmt::format("{}.rank = {}, expected 0..{}", name, tensor->rank, sluice::kMaxRank));
@@ -110,8 +117,7 @@ Status to_enum(const char* name, std::int32_t value, std::int32_t count, Enum& o
   return Status::ok();
 }
 
-Status to_options(const sluice_options* given, sluice::LayerOptions& out) {
-  sluice_options o;
+Status to_options(const sluice_options* given, sluice_options& o, sluice::LayerOptions& out) {
   SLUICE_TRY(read_struct("options", given, o));
   SLUICE_TRY(to_enum("options.precision", o.precision, 4, out.precision));
   if (o.num_threads < 0) return invalid(fmt::format("options.num_threads = {} is negative", o.num_threads));
@@ -120,7 +126,15 @@ Status to_options(const sluice_options* given, sluice::LayerOptions& out) {
   out.max_rows_per_expert = o.max_rows_per_expert;
   out.routed_only = o.routed_only != 0;
   out.checked = o.checked != 0;
+  if (o.force != nullptr) SLUICE_TRY(sluice::force(o.force, out.selection, "options.force"));
+  if (o.disable != nullptr) SLUICE_TRY(sluice::disable(o.disable, out.selection, "options.disable"));
+  sluice::DeviceKind kind = sluice::DeviceKind::kCpu;
+  SLUICE_TRY(to_enum("options.device_kind", o.device_kind, 2, kind));
   out.machine = sluice::Machine::detect_cpu(o.num_threads);
+  if (kind == sluice::DeviceKind::kCpu) return Status::ok();
+  sluice::Result<sluice::Machine> gpu = sluice::Machine::detect_cuda(o.device_index);
+  if (!gpu) return gpu.status().with_context("options");
+  out.machine = std::move(*gpu);
   return Status::ok();
 }
 
@@ -153,9 +167,9 @@ Status to_config(const sluice_moe_config* given, sluice::MoeConfig& out) {
   return Status::ok();
 }
 
-Status to_ffn(const char* name, const sluice_ffn_weights& given, sluice::FfnWeights& out) {
+Status to_ffn(const char* name, const sluice_ffn_weights& given, sluice::FfnWeights& out, sluice::Device device) {
   const auto one = [&](const char* field, const sluice_tensor& tensor, TensorView& view) {
-    return to_view(fmt::format("{}.{}", name, field).c_str(), &tensor, view);
+    return to_view(fmt::format("{}.{}", name, field).c_str(), &tensor, view, device);
   };
   SLUICE_TRY(one("w13", given.w13, out.w13));
   SLUICE_TRY(one("w13_scale", given.w13_scale, out.w13_scale));
@@ -165,30 +179,53 @@ Status to_ffn(const char* name, const sluice_ffn_weights& given, sluice::FfnWeig
   return one("w2_bias", given.w2_bias, out.w2_bias);
 }
 
-Status to_weights(const sluice_layer_weights* given, sluice::LayerWeights& out) {
+Status to_weights(const sluice_layer_weights* given, sluice::LayerWeights& out, sluice::Device device) {
   sluice_layer_weights w;
   SLUICE_TRY(read_struct("weights", given, w));
-  SLUICE_TRY(to_view("w_gate", &w.w_gate, out.w_gate));
-  SLUICE_TRY(to_view("router_bias", &w.router_bias, out.router_bias));
-  SLUICE_TRY(to_view("score_bias", &w.score_bias, out.score_bias));
-  SLUICE_TRY(to_view("shared_gate", &w.shared_gate, out.shared_gate));
-  SLUICE_TRY(to_ffn("experts", w.experts, out.experts));
-  return to_ffn("shared", w.shared, out.shared);
+  SLUICE_TRY(to_view("w_gate", &w.w_gate, out.w_gate, device));
+  SLUICE_TRY(to_view("router_bias", &w.router_bias, out.router_bias, device));
+  SLUICE_TRY(to_view("score_bias", &w.score_bias, out.score_bias, device));
+  SLUICE_TRY(to_view("shared_gate", &w.shared_gate, out.shared_gate, device));
+  SLUICE_TRY(to_ffn("experts", w.experts, out.experts, device));
+  return to_ffn("shared", w.shared, out.shared, device);
 }
 
+std::string describe(const sluice::Layer& layer) {
+  std::string text;
+  for (const sluice::StageReport& stage : layer.stages()) {
+    text += fmt::format("{}: {}{}{}\n", stage.stage, stage.impl, stage.configuration.empty() ? "" : ", ",
+                        stage.configuration);
+    for (const sluice::Declined& d : stage.declined) text += fmt::format("  not {}: {}\n", d.name, d.reason);
+  }
+  text += fmt::format("workspace: {} bytes\n", layer.workspace_bytes());
+  for (const sluice::WorkspaceItem& item : layer.workspace_items())
+    text += fmt::format("  {}: {} bytes at {}\n", item.name, item.bytes, item.offset_bytes);
+  return text;
+}
+
+// `upload`: the weights are host memory, and options.machine may be a GPU.
 Status create(const sluice::MoeConfig& config, sluice::LayerWeights weights, const sluice::LayerOptions& options,
-              sluice_layer** out) {
+              bool upload, sluice_layer** out) {
+  if (upload && options.machine.device.kind == sluice::DeviceKind::kCuda) {
+    sluice::Result<sluice::LayerWeights> uploaded = sluice::upload(weights, options.machine.device);
+    if (!uploaded) return uploaded.status();
+    weights = std::move(*uploaded);
+  }
   sluice::Result<sluice::Layer> layer = sluice::Layer::create(config, std::move(weights), options);
   if (!layer) return layer.status();
-  *out = new sluice_layer{std::move(layer).value()};
+  std::string description = describe(*layer);
+  *out = new sluice_layer{std::move(layer).value(), std::move(description)};
   return Status::ok();
 }
 
-sluice::Ctx to_ctx(void* workspace, std::size_t bytes) {
+sluice::Ctx to_ctx(const sluice_context* context, void* workspace, std::size_t bytes) {
   sluice::Ctx ctx;
+  ctx.stream = context->stream;
   ctx.workspace = {static_cast<std::byte*>(workspace), workspace == nullptr ? 0 : bytes};
   return ctx;
 }
+
+sluice::Device device_of(const sluice_layer* layer) { return layer->layer.options().machine.device; }
 
 Status check_handles(const sluice_layer* layer) { return layer == nullptr ? invalid("layer is null") : Status::ok(); }
 
@@ -221,16 +258,19 @@ sluice_status sluice_layer_create_from_checkpoint(sluice_context* context, const
     if (path == nullptr) return invalid("path is null");
     if (out == nullptr) return invalid("out is null");
     *out = nullptr;
+    sluice_options given;
     sluice::LayerOptions layer_options;
-    SLUICE_TRY(to_options(options, layer_options));
+    SLUICE_TRY(to_options(options, given, layer_options));
     sluice::Result<sluice::Checkpoint> checkpoint = sluice::Checkpoint::open(path);
     if (!checkpoint) return checkpoint.status();
     sluice::LoadOptions load;
     load.precision = layer_options.precision;
     load.routed_only = layer_options.routed_only;
+    load.first_expert = given.first_expert;
+    load.num_local = given.num_local;
     sluice::Result<sluice::LoadedLayer> loaded = checkpoint->load(layer, load);
     if (!loaded) return loaded.status();
-    return create(loaded->config, std::move(loaded->weights), layer_options, out);
+    return create(loaded->config, std::move(loaded->weights), layer_options, true, out);
   });
 }
 
@@ -242,15 +282,43 @@ sluice_status sluice_layer_create(sluice_context* context, const sluice_moe_conf
     *out = nullptr;
     sluice::MoeConfig moe;
     sluice::LayerWeights layer_weights;
+    sluice_options given;
     sluice::LayerOptions layer_options;
     SLUICE_TRY(to_config(config, moe));
-    SLUICE_TRY(to_weights(weights, layer_weights));
-    SLUICE_TRY(to_options(options, layer_options));
-    return create(moe, std::move(layer_weights), layer_options, out);
+    SLUICE_TRY(to_options(options, given, layer_options));
+    const bool upload = given.upload != 0;
+    SLUICE_TRY(to_weights(weights, layer_weights, upload ? sluice::Device{} : layer_options.machine.device));
+    return create(moe, std::move(layer_weights), layer_options, upload, out);
   });
 }
 
 void sluice_layer_destroy(sluice_layer* layer) { delete layer; }
+
+void sluice_context_set_stream(sluice_context* context, void* stream) {
+  if (context != nullptr) context->stream = stream;
+}
+
+size_t sluice_layer_describe(const sluice_layer* layer, char* text, size_t bytes) {
+  if (layer == nullptr) return 0;
+  const std::string& all = layer->description;
+  if (text != nullptr && bytes > 0) {
+    const std::size_t count = std::min(all.size(), bytes - 1);
+    std::memcpy(text, all.data(), count);
+    text[count] = '\0';
+  }
+  return all.size() + 1;
+}
+
+int32_t sluice_num_gpus(sluice_context* context) {
+  std::int32_t count = 0;
+  (void)guarded(context, [&]() -> Status {
+    const sluice::Result<std::vector<sluice::Machine>> machines = sluice::cuda_machines();
+    if (!machines) return machines.status();
+    count = static_cast<std::int32_t>(machines->size());
+    return Status::ok();
+  });
+  return count;
+}
 
 int64_t sluice_layer_workspace_bytes(const sluice_layer* layer) {
   return layer == nullptr ? 0 : layer->layer.workspace_bytes();
@@ -275,12 +343,12 @@ sluice_status sluice_layer_forward(sluice_context* context, const sluice_layer* 
     TensorView x_view;
     TensorView out_view;
     sluice::Layer::Routing routing;
-    SLUICE_TRY(to_view("x", x, x_view));
-    SLUICE_TRY(to_view("out", out, out_view));
-    SLUICE_TRY(to_view("topk_idx", topk_idx, routing.topk_idx.view));
-    SLUICE_TRY(to_view("topk_weight", topk_weight, routing.topk_weight));
-    SLUICE_TRY(to_view("counters", counters, routing.counters));
-    return layer->layer.forward(x_view, out_view, routing, to_ctx(workspace, workspace_bytes));
+    SLUICE_TRY(to_view("x", x, x_view, device_of(layer)));
+    SLUICE_TRY(to_view("out", out, out_view, device_of(layer)));
+    SLUICE_TRY(to_view("topk_idx", topk_idx, routing.topk_idx.view, device_of(layer)));
+    SLUICE_TRY(to_view("topk_weight", topk_weight, routing.topk_weight, device_of(layer)));
+    SLUICE_TRY(to_view("counters", counters, routing.counters, device_of(layer)));
+    return layer->layer.forward(x_view, out_view, routing, to_ctx(context, workspace, workspace_bytes));
   });
 }
 
@@ -292,13 +360,13 @@ sluice_status sluice_layer_forward_routed(sluice_context* context, const sluice_
     SLUICE_TRY(check_handles(layer));
     sluice::Layer::RoutedInput input;
     TensorView out_view;
-    SLUICE_TRY(to_view("x", x, input.x));
-    SLUICE_TRY(to_view("x_scale", x_scale, input.x_scale));
-    SLUICE_TRY(to_view("topk_idx", topk_idx, input.topk_idx.view));
-    SLUICE_TRY(to_view("topk_weight", topk_weight, input.topk_weight));
-    SLUICE_TRY(to_view("counters", counters, input.counters));
-    SLUICE_TRY(to_view("out", out, out_view));
-    return layer->layer.forward_routed(input, out_view, to_ctx(workspace, workspace_bytes));
+    SLUICE_TRY(to_view("x", x, input.x, device_of(layer)));
+    SLUICE_TRY(to_view("x_scale", x_scale, input.x_scale, device_of(layer)));
+    SLUICE_TRY(to_view("topk_idx", topk_idx, input.topk_idx.view, device_of(layer)));
+    SLUICE_TRY(to_view("topk_weight", topk_weight, input.topk_weight, device_of(layer)));
+    SLUICE_TRY(to_view("counters", counters, input.counters, device_of(layer)));
+    SLUICE_TRY(to_view("out", out, out_view, device_of(layer)));
+    return layer->layer.forward_routed(input, out_view, to_ctx(context, workspace, workspace_bytes));
   });
 }
 
@@ -311,11 +379,11 @@ sluice_status sluice_layer_forward_grouped(sluice_context* context, const sluice
     sluice::Rows r;
     sluice::ExpertOffsets offsets;
     TensorView out_view;
-    SLUICE_TRY(to_view("rows", rows, r.data));
-    SLUICE_TRY(to_view("rows_scale", rows_scale, r.scale));
-    SLUICE_TRY(to_view("expert_offset", expert_offset, offsets.view));
-    SLUICE_TRY(to_view("out", out, out_view));
-    return layer->layer.forward_grouped(r, offsets, out_view, to_ctx(workspace, workspace_bytes));
+    SLUICE_TRY(to_view("rows", rows, r.data, device_of(layer)));
+    SLUICE_TRY(to_view("rows_scale", rows_scale, r.scale, device_of(layer)));
+    SLUICE_TRY(to_view("expert_offset", expert_offset, offsets.view, device_of(layer)));
+    SLUICE_TRY(to_view("out", out, out_view, device_of(layer)));
+    return layer->layer.forward_grouped(r, offsets, out_view, to_ctx(context, workspace, workspace_bytes));
   });
 }
 
@@ -327,11 +395,11 @@ sluice_status sluice_layer_forward_masked(sluice_context* context, const sluice_
     sluice::Rows r;
     TensorView counts;
     TensorView out_view;
-    SLUICE_TRY(to_view("rows", rows, r.data));
-    SLUICE_TRY(to_view("rows_scale", rows_scale, r.scale));
-    SLUICE_TRY(to_view("num_rows", num_rows, counts));
-    SLUICE_TRY(to_view("out", out, out_view));
-    return layer->layer.forward_masked(r, counts, out_view, to_ctx(workspace, workspace_bytes));
+    SLUICE_TRY(to_view("rows", rows, r.data, device_of(layer)));
+    SLUICE_TRY(to_view("rows_scale", rows_scale, r.scale, device_of(layer)));
+    SLUICE_TRY(to_view("num_rows", num_rows, counts, device_of(layer)));
+    SLUICE_TRY(to_view("out", out, out_view, device_of(layer)));
+    return layer->layer.forward_masked(r, counts, out_view, to_ctx(context, workspace, workspace_bytes));
   });
 }
 
