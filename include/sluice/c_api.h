@@ -72,9 +72,9 @@ typedef struct sluice_options {
   int32_t device_index;        /* of a GPU */
   int32_t upload;              /* sluice_layer_create on a GPU: the weights are host memory, and are copied to it */
   const char* force;           /* "NAME,STAGE:NAME": implementations that must be taken; null: none */
-  const char* disable;         /* implementations never taken, as in the environment variable SLUICE_DISABLE; null: none */
-  int64_t first_expert;        /* create_from_checkpoint: experts [first_expert, first_expert + num_local) of the layer */
-  int64_t num_local;           /* 0: all from first_expert on */
+  const char* disable;  /* implementations never taken, as in the environment variable SLUICE_DISABLE; null: none */
+  int64_t first_expert; /* create_from_checkpoint: experts [first_expert, first_expert + num_local) of the layer */
+  int64_t num_local;    /* 0: all from first_expert on */
 } sluice_options;
 
 /* sluice/config.h explains each field; the enums count in the order given there. */

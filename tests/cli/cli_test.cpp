@@ -63,7 +63,8 @@ TEST_F(CliTest, UsageErrorsAreTwo) {
 }
 
 TEST_F(CliTest, WrongWordsAreNamed) {
-  expect_refused({"expalin"}, 2, {"there is no command 'expalin'", "inspect, run, check, explain, synth, convert, bench"});
+  expect_refused({"expalin"}, 2,
+                 {"there is no command 'expalin'", "inspect, run, check, explain, synth, convert, bench"});
   expect_refused({"bogus", "--model", kTiny}, 2, {"'bogus'"});
   expect_refused({"bench"}, 2, {"give either --model with --layer, or --like"});
   expect_refused({"bench", "--tokens", "1"}, 2, {"give either --model with --layer, or --like"});
