@@ -1,12 +1,15 @@
-// Stage 1's selection on a GPU: one warp per token up to E = 1024, experts e = lane + 32*i in registers.
+// Stage 1's selection on a GPU: one warp per token up to E = 1024, experts e = lane * kPerLane + i in registers.
 //
-// The choice is an integer key that orders like the fp32 value; 0 is below every finite value and marks an expert that
-// is not finite, ruled out or taken. A round takes the largest key of the warp (redux.sync) and, among the lanes that
-// hold it, the lowest index: value down, index up on ties, with no comparison that a NaN could spoil.
+// The choice is an integer key that orders like the fp32 value: 0 is below everything and marks padding and what is ruled
+// out, 1 an expert that is not finite. A lane sorts its keys once; a round takes the largest head of the warp (redux.sync)
+// from the lowest lane that has it. Lanes hold ascending experts, so that is value down, index up on ties, with no
+// comparison that a NaN could spoil. Which expert a key belongs to is looked up afterwards, all slots at once.
 #include <cstdint>
+#include <cstring>
+#include <utility>
 
-#include "cuda/launch.h"
-#include "cuda/spec_math.cuh"
+#include "cuda/dependent_launch.cuh"
+#include "cuda/fast_math.cuh"
 #include "gate/cuda.h"
 
 namespace sluice::gate {
@@ -19,10 +22,11 @@ namespace {
 
 using namespace sluice::cuda;  // NOLINT: the device helpers, in this file alone
 
-constexpr int kWarps = 4;
 constexpr int kLanes = 32;
 constexpr unsigned kAll = 0xFFFFFFFFu;
 constexpr float kLargest = 3.402823466e38f;
+constexpr std::uint32_t kRuledOut = 0;
+constexpr std::uint32_t kNotFinite = 1;  // loses to every finite key, comes before what is ruled out
 
 struct Params {
   GateConfig gate;
@@ -36,189 +40,375 @@ struct Params {
   unsigned long long* counters;
   std::int64_t num_tokens;
   std::int32_t num_experts, top_k, group_size;
+  std::int32_t lanes_per_group;  // where a group is a power of two of whole lanes; else 0
+  bool wide_logits, wide_bias;   // 16-byte loads are legal
 };
 
-// Orders like the float; finite values only. Never 0: the least finite value gives 0x00800000. -0 ties with 0.
+// Orders like the float; finite values only. Never 0 or 1: the least finite value gives 0x00800000. -0 ties with 0.
 __device__ __forceinline__ std::uint32_t key_of(float v) {
-  const std::uint32_t bits = __float_as_uint(__fadd_rn(v, 0.0f));
-  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+  const std::int32_t bits = __float_as_int(__fadd_rn(v, 0.0f));
+  return static_cast<std::uint32_t>(bits ^ ((bits >> 31) | INT32_MIN));
 }
 __device__ __forceinline__ float value_of(std::uint32_t key) {
   return __uint_as_float(key & 0x80000000u ? key & 0x7FFFFFFFu : ~key);
 }
 
-__device__ __forceinline__ bool is_finite(float v) { return v == v && v != -__int_as_float(0x7F800000); }
+__device__ __forceinline__ bool is_finite(float v) { return v > -__int_as_float(0x7F800000); }  // false for NaN
 // +inf is read as the largest finite value.
 __device__ __forceinline__ float capped(float v) { return v > kLargest ? kLargest : v; }
 
-__device__ __forceinline__ float score_of(Score score, float logit) {
-  switch (score) {
-    case Score::kSigmoid: return spec_sigmoid(logit);
-    case Score::kSqrtSoftplus: return spec_sqrt_softplus(logit);
-    default: return logit;
+// The comparisons of Batcher's odd-even merge sort of N = 2^n values.
+template <int N>
+struct SortingNetwork {
+  struct Pair {
+    int low, high;
+  };
+  Pair pairs[N * N] = {};
+  int count = 0;
+  constexpr SortingNetwork() {
+    for (int p = 1; p < N; p *= 2) {
+      for (int k = p; k >= 1; k /= 2) {
+        for (int j = k % p; j + k < N; j += 2 * k) {
+          for (int i = 0; i < k && i + j + k < N; ++i) {
+            if ((i + j) / (2 * p) == (i + j + k) / (2 * p)) pairs[count++] = {i + j, i + j + k};
+          }
+        }
+      }
+    }
+  }
+};
+
+template <int N>
+__device__ __forceinline__ void sort_descending(std::uint32_t (&v)[N]) {
+  if constexpr (N > 1) {
+    static constexpr SortingNetwork<N> kNetwork{};
+    [&]<std::size_t... I>(std::index_sequence<I...>) {
+      const auto exchange = [&](std::uint32_t& a, std::uint32_t& b) {
+        const std::uint32_t larger = max(a, b);
+        b = min(a, b);
+        a = larger;
+      };
+      (exchange(v[kNetwork.pairs[I].low], v[kNetwork.pairs[I].high]), ...);
+    }
+    (std::make_index_sequence<static_cast<std::size_t>(SortingNetwork<N>().count)>());
   }
 }
 
-// The largest finite of v over the warp; any value when there is none.
-__device__ __forceinline__ float warp_largest(std::uint32_t key) { return value_of(__reduce_max_sync(kAll, key)); }
+constexpr int power_of_two_from(int n) { return n <= 1 ? 1 : 2 * power_of_two_from((n + 1) / 2); }
 
-// For each group its score as a key (0: not finite), in shared memory. A lane takes whole groups.
-__device__ __forceinline__ void score_groups(const Params& p, const std::uint32_t* choice, std::uint32_t* group_key) {
-  for (int g = static_cast<int>(threadIdx.x) % kLanes; g < p.gate.n_group; g += kLanes) {
-    std::uint32_t first = 0;
-    std::uint32_t second = 0;
-    for (int i = 0; i < p.group_size; ++i) {
-      const std::uint32_t k = choice[g * p.group_size + i];
-      second = max(second, min(first, k));
-      first = max(first, k);
+// A lane's kPerLane consecutive values of a row, `count` of them there.
+template <int kPerLane>
+__device__ __forceinline__ void load_lane(const float* from, int count, bool wide, float (&v)[kPerLane]) {
+  if constexpr (kPerLane % 4 == 0) {
+    if (wide && count == kPerLane) {
+#pragma unroll
+      for (int i = 0; i < kPerLane; i += 4) {
+        const float4 four = *reinterpret_cast<const float4*>(from + i);
+        v[i] = four.x;
+        v[i + 1] = four.y;
+        v[i + 2] = four.z;
+        v[i + 3] = four.w;
+      }
+      return;
     }
-    std::uint32_t key = first;
-    if (p.gate.group_score == GroupScore::kTop2Sum) {
-      // With fewer than two finite experts the sum has a -inf in it. A sum that overflows is +-inf.
-      const float sum = __fadd_rn(value_of(first), value_of(second));
-      key = second == 0 || sum == -__int_as_float(0x7F800000) ? 0 : key_of(sum);
+  }
+#pragma unroll
+  for (int i = 0; i < kPerLane; ++i) v[i] = i < count ? from[i] : 0.0f;
+}
+
+// A lane's values in shared memory, 16 bytes at a time.
+template <int kPerLane, class T>
+__device__ __forceinline__ void store_lane(const T (&v)[kPerLane], T* to) {
+  if constexpr (kPerLane % 4 == 0) {
+#pragma unroll
+    for (int i = 0; i < kPerLane; i += 4) {
+      uint4 four;
+      memcpy(&four, &v[i], sizeof(four));
+      *reinterpret_cast<uint4*>(to + i) = four;
     }
-    group_key[g] = key;
+  } else {
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) to[i] = v[i];
+  }
+}
+
+template <int kPerLane>
+__device__ __forceinline__ void load_keys(const std::uint32_t* from, std::uint32_t (&v)[kPerLane]) {
+  if constexpr (kPerLane % 4 == 0) {
+#pragma unroll
+    for (int i = 0; i < kPerLane; i += 4) {
+      const uint4 four = *reinterpret_cast<const uint4*>(from + i);
+      memcpy(&v[i], &four, sizeof(four));
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) v[i] = from[i];
+  }
+}
+
+// Softmax in the specified order: the sum has 32 partial sums of every 32nd expert, whatever lane owns them here.
+template <int kPerLane>
+__device__ __forceinline__ void softmax(const Params& p, const float (&logit)[kPerLane], int count, float* shared,
+                                        float (&score)[kPerLane]) {
+  const int lane = static_cast<int>(threadIdx.x) % kLanes;
+  std::uint32_t largest_key = 0;
+#pragma unroll
+  for (int i = 0; i < kPerLane; ++i) {
+    if (i < count && is_finite(logit[i])) largest_key = max(largest_key, key_of(logit[i]));
+  }
+  const float largest = value_of(__reduce_max_sync(kAll, largest_key));
+  bool plain = true;
+#pragma unroll
+  for (int i = 0; i < kPerLane; ++i) {
+    score[i] = __fsub_rn(logit[i], largest);
+    plain = plain && (i >= count || score[i] >= -kFastLimit);  // false for NaN
+  }
+  plain = __all_sync(kAll, plain);
+  if (plain) {
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) score[i] = i < count ? fast_exp(score[i]) : 0.0f;
+  } else {
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) score[i] = i < count && is_finite(logit[i]) ? spec_exp(score[i]) : 0.0f;
+  }
+  store_lane(score, shared + lane * kPerLane);
+  __syncwarp();
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kPerLane; ++i) {
+    if (lane + kLanes * i < p.num_experts) sum = __fadd_rn(sum, shared[lane + kLanes * i]);
+  }
+  // lane j + lane j+d for j < d; the lanes above hold what nobody reads.
+#pragma unroll
+  for (int d = kLanes / 2; d >= 1; d /= 2) sum = __fadd_rn(sum, __shfl_down_sync(kAll, sum, d));
+  sum = __shfl_sync(kAll, sum, 0);
+  if (plain) {
+    const float y = __frcp_rn(sum);
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) score[i] = fast_divide(score[i], sum, y);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) score[i] = __fdiv_rn(score[i], sum);
   }
   __syncwarp();
 }
 
+// Scores of a lane's experts; padding gets some finite value.
 template <int kPerLane>
-__global__ void __launch_bounds__(kWarps* kLanes) select_experts(const __grid_constant__ Params p) {
-  extern __shared__ std::uint32_t g_shared[];  // [kWarps][E choices, n_group keys], only with groups
+__device__ __forceinline__ void score_experts(const Params& p, const float (&logit)[kPerLane], int count, float* shared,
+                                              float (&score)[kPerLane]) {
+  if (p.gate.score == Score::kSoftmax) {
+    softmax(p, logit, count, shared, score);
+  } else if (p.gate.score == Score::kSigmoid) {
+    bool plain = true;
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) plain = plain && fabsf(logit[i]) <= kFastLimit;  // false for NaN
+    if (__all_sync(kAll, plain)) {
+#pragma unroll
+      for (int i = 0; i < kPerLane; ++i) score[i] = fast_sigmoid(logit[i]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kPerLane; ++i) score[i] = spec_sigmoid(logit[i]);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i)
+      score[i] = p.gate.score == Score::kSqrtSoftplus ? spec_sqrt_softplus(logit[i]) : logit[i];
+  }
+}
+
+// A group's score as a key from the largest two of its keys; 0: not finite.
+__device__ __forceinline__ std::uint32_t group_key_of(const Params& p, std::uint32_t first, std::uint32_t second) {
+  if (p.gate.group_score == GroupScore::kMax) return first <= kNotFinite ? 0u : first;
+  // With fewer than two finite experts the sum has a -inf in it. A sum that overflows is +-inf.
+  const float sum = __fadd_rn(value_of(first), value_of(second));
+  return second <= kNotFinite || sum == -__int_as_float(0x7F800000) ? 0u : key_of(sum);
+}
+
+// Whether this lane's group is kept, where a group is whole lanes: its two largest keys meet by shuffles.
+__device__ __forceinline__ bool keeps_lane(const Params& p, std::uint32_t first, std::uint32_t second) {
+  for (int d = 1; d < p.lanes_per_group; d *= 2) {
+    const std::uint32_t other_first = __shfl_xor_sync(kAll, first, d);
+    const std::uint32_t other_second = __shfl_xor_sync(kAll, second, d);
+    second = max(min(first, other_first), max(second, other_second));
+    first = max(first, other_first);
+  }
+  const std::uint32_t mine = group_key_of(p, first, second);
+  const int my_group = static_cast<int>(threadIdx.x) % kLanes / p.lanes_per_group;
+  int better = 0;  // groups that come before mine
+#pragma unroll 8
+  for (int g = 0; g < static_cast<int>(p.gate.n_group); ++g) {
+    const std::uint32_t other = __shfl_sync(kAll, mine, g * p.lanes_per_group);
+    better += other > mine || (other == mine && g < my_group) ? 1 : 0;
+  }
+  return better < p.gate.topk_group;
+}
+
+// Rules out keys of groups of any size. `keys` [E] holds them already; `group_key` [n_group] is scratch.
+template <int kPerLane>
+__device__ __forceinline__ void rule_out(const Params& p, int count, const std::uint32_t* keys,
+                                         std::uint32_t* group_key, std::uint32_t (&key)[kPerLane]) {
+  const int lane = static_cast<int>(threadIdx.x) % kLanes;
+  const int num_groups = static_cast<int>(p.gate.n_group);
+  for (int g = lane; g < num_groups; g += kLanes) {
+    std::uint32_t first = 0;
+    std::uint32_t second = 0;
+    int at = g % p.group_size;  // every lane starts elsewhere: neighbours would share a bank otherwise
+    for (int i = 0; i < p.group_size; ++i) {
+      const std::uint32_t k = keys[g * p.group_size + at];
+      second = max(second, min(first, k));
+      first = max(first, k);
+      at = at + 1 == p.group_size ? 0 : at + 1;
+    }
+    group_key[g] = group_key_of(p, first, second);
+  }
+  __syncwarp();
+  int last_group = -1;
+  bool kept = false;
+  for (int i = 0; i < count; ++i) {
+    const int group = (lane * kPerLane + i) / p.group_size;
+    if (group != last_group) {
+      last_group = group;
+      const std::uint32_t mine = group_key[group];
+      int better = 0;
+      for (int g = 0; g < num_groups; ++g) {
+        better += group_key[g] > mine || (group_key[g] == mine && g < group) ? 1 : 0;
+      }
+      kept = better < p.gate.topk_group;
+    }
+#pragma unroll
+    for (int j = 0; j < kPerLane; ++j) key[j] = j == i && !kept ? kRuledOut : key[j];
+  }
+}
+
+// sum over lanes 0..top_k-1 in ascending order, starting from 0.
+__device__ __forceinline__ float sum_of_slots(float w, int top_k) {
+  float sum = 0.0f;
+#pragma unroll 8
+  for (int s = 0; s < top_k; ++s) sum = __fadd_rn(sum, __shfl_sync(kAll, w, s));
+  return sum;
+}
+
+// The weight of this lane's slot; must be called by the whole warp.
+__device__ __forceinline__ float weight_of_slot(const Params& p, float logit, float score, bool finite) {
+  float w = 0.0f;
+  if (p.gate.weight_rule == WeightRule::kScore) w = score;
+  if (p.gate.weight_rule == WeightRule::kSigmoidOfLogit) w = spec_sigmoid(logit);
+  if (p.gate.weight_rule == WeightRule::kSoftmaxOfChosen) {
+    const float largest = value_of(__reduce_max_sync(kAll, finite ? key_of(logit) : 0u));
+    w = finite ? spec_exp(__fsub_rn(logit, largest)) : 0.0f;
+    w = __fdiv_rn(w, sum_of_slots(w, p.top_k));
+  }
+  if (!finite) w = 0.0f;
+  const bool either = p.gate.scale_rule == ScaleRule::kUnlessRenorm;
+  const bool renormalise = p.gate.renorm != Renorm::kNone && !(either && p.top_k == 1);
+  if (renormalise) {
+    const float sum = sum_of_slots(w, p.top_k);
+    w = __fdiv_rn(w, p.gate.renorm == Renorm::kSum ? __fadd_rn(sum, 1e-20f) : fmaxf(sum, 1e-12f));
+  }
+  if (!(either && renormalise)) w = __fmul_rn(w, p.gate.routed_scaling_factor);
+  return finite ? w : 0.0f;
+}
+
+extern __shared__ uint4 g_shared[];  // per warp: [32*kPerLane] keys, [32*kPerLane] scores
+
+template <int kPerLane>
+__global__ void __launch_bounds__(128) select_experts(const __grid_constant__ Params p) {
   const int lane = static_cast<int>(threadIdx.x) % kLanes;
   const int warp = static_cast<int>(threadIdx.x) / kLanes;
-  const std::int64_t token = static_cast<std::int64_t>(blockIdx.x) * kWarps + warp;
+  const int num_warps = static_cast<int>(blockDim.x) / kLanes;
+  std::uint32_t* const keys = reinterpret_cast<std::uint32_t*>(g_shared) + warp * (2 * kLanes * kPerLane);
+  float* const scores = reinterpret_cast<float*>(keys + kLanes * kPerLane);
+  const int left = p.num_experts - lane * kPerLane;
+  const int count = left < 0 ? 0 : left < kPerLane ? left : kPerLane;
+  wait_for_previous();
+  allow_next();
+  const std::int64_t token = static_cast<std::int64_t>(blockIdx.x) * num_warps + warp;
   if (token >= p.num_tokens) return;
 
   float logit[kPerLane];
   float score[kPerLane];
   std::uint32_t key[kPerLane];
   const float* const logits = p.logits + token * p.logits_stride;
+  load_lane(logits + lane * kPerLane, count, p.wide_logits, logit);
+  float choice[kPerLane];
+  if (p.score_bias != nullptr) load_lane(p.score_bias + lane * kPerLane, count, p.wide_bias, choice);
+#pragma unroll
+  for (int i = 0; i < kPerLane; ++i) logit[i] = capped(logit[i]);
+  score_experts(p, logit, count, scores, score);
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i) {
-    const int e = lane + kLanes * i;
-    logit[i] = e < p.num_experts ? capped(__ldg(logits + e)) : -__int_as_float(0x7F800000);
+    choice[i] = capped(p.score_bias != nullptr ? __fadd_rn(score[i], choice[i]) : score[i]);
+    key[i] = is_finite(logit[i]) && is_finite(choice[i]) ? key_of(choice[i]) : kNotFinite;
   }
-  if (p.gate.score == Score::kSoftmax) {
-    std::uint32_t largest_key = 0;
+  if (count < kPerLane) {
 #pragma unroll
-    for (int i = 0; i < kPerLane; ++i) largest_key = max(largest_key, is_finite(logit[i]) ? key_of(logit[i]) : 0u);
-    const float largest = warp_largest(largest_key);
-    float sum = 0.0f;
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i) {
-      score[i] = is_finite(logit[i]) ? spec_exp(__fsub_rn(logit[i], largest)) : 0.0f;
-      sum = __fadd_rn(sum, score[i]);
-    }
-    // lane j + lane j+d for j < d; the lanes above hold what nobody reads.
-#pragma unroll
-    for (int d = kLanes / 2; d >= 1; d /= 2) sum = __fadd_rn(sum, __shfl_down_sync(kAll, sum, d));
-    sum = __shfl_sync(kAll, sum, 0);
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i) score[i] = __fdiv_rn(score[i], sum);
-  } else {
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i) score[i] = score_of(p.gate.score, logit[i]);
+    for (int i = 0; i < kPerLane; ++i) key[i] = i < count ? key[i] : kRuledOut;
   }
-#pragma unroll
-  for (int i = 0; i < kPerLane; ++i) {
-    const int e = lane + kLanes * i;
-    const float bias = p.score_bias != nullptr && e < p.num_experts ? __ldg(p.score_bias + e) : 0.0f;
-    const float choice = capped(p.score_bias != nullptr ? __fadd_rn(score[i], bias) : score[i]);
-    key[i] = e < p.num_experts && is_finite(logit[i]) && is_finite(choice) ? key_of(choice) : 0u;
-  }
-
-  // Bit i of `kept`: the group of this lane's expert i is kept; ruled-out experts are out by this flag.
-  std::uint32_t kept = kAll;
-  if (p.gate.n_group > 1) {
-    std::uint32_t* const choice = g_shared + warp * (p.num_experts + static_cast<int>(p.gate.n_group));
-    std::uint32_t* const group_key = choice + p.num_experts;
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i) {
-      if (lane + kLanes * i < p.num_experts) choice[lane + kLanes * i] = key[i];
-    }
+  store_lane(key, keys + lane * kPerLane);
+  __syncwarp();
+  if (p.gate.n_group > 1 && p.lanes_per_group == 0) {
+    rule_out(p, count, keys, reinterpret_cast<std::uint32_t*>(scores), key);
     __syncwarp();
-    score_groups(p, choice, group_key);
-    kept = 0;
+    store_lane(key, keys + lane * kPerLane);
+  }
+  store_lane(score, scores + lane * kPerLane);
+
+  // Sorted, padded to a power of two by keys that the compiler sorts itself.
+  constexpr int kSorted = power_of_two_from(kPerLane);
+  std::uint32_t sorted[kSorted];
 #pragma unroll
-    for (int i = 0; i < kPerLane; ++i) {
-      const int e = lane + kLanes * i;
-      if (e >= p.num_experts) continue;
-      const int mine = e / p.group_size;
-      int better = 0;  // groups that come before mine
-      for (int g = 0; g < p.gate.n_group; ++g) {
-        better += group_key[g] > group_key[mine] || (group_key[g] == group_key[mine] && g < mine) ? 1 : 0;
-      }
-      if (better < p.gate.topk_group) kept |= 1u << i;
+  for (int i = 0; i < kSorted; ++i) sorted[i] = i < kPerLane ? key[i < kPerLane ? i : 0] : kRuledOut;
+  sort_descending(sorted);
+  if (p.lanes_per_group > 0) {
+    std::uint32_t second = 0;
+    if constexpr (kPerLane > 1) second = sorted[1];
+    if (!keeps_lane(p, sorted[0], second)) {
+#pragma unroll
+      for (int i = 0; i < kPerLane; ++i) sorted[i] = kRuledOut;
     }
   }
 
   // Slot s belongs to lane s from here on.
-  std::int32_t my_expert = 0;
-  float my_logit = 0.0f;
-  float my_score = 0.0f;
-  bool my_finite = false;
-  std::uint32_t taken = 0;
+  std::uint32_t my_key = kRuledOut;
+  int owner = 0;
+#pragma unroll 4
   for (int s = 0; s < p.top_k; ++s) {
-    std::uint32_t best = 0;
-    int best_expert = 1 << 30;
+    const std::uint32_t top = __reduce_max_sync(kAll, sorted[0]);
+    const int from = __ffs(static_cast<int>(__ballot_sync(kAll, sorted[0] == top))) - 1;
+    if (lane == from) {
 #pragma unroll
-    for (int i = kPerLane - 1; i >= 0; --i) {
-      const bool free = ((kept >> i) & 1u) && !((taken >> i) & 1u) && lane + kLanes * i < p.num_experts;
-      if (free && key[i] >= best) {
-        best = key[i];
-        best_expert = lane + kLanes * i;
-      }
+      for (int i = 0; i + 1 < kPerLane; ++i) sorted[i] = sorted[i + 1];
+      sorted[kPerLane - 1] = kRuledOut;
     }
-    const std::uint32_t top = __reduce_max_sync(kAll, best);
-    const int expert = __reduce_min_sync(kAll, best == top ? best_expert : 1 << 30);
-    const int from = expert % kLanes;
-    const int i_taken = expert / kLanes;
-    float chosen_logit = 0.0f;
-    float chosen_score = 0.0f;
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i) {
-      if (i == i_taken) {
-        chosen_logit = logit[i];
-        chosen_score = score[i];
-      }
-    }
-    if (lane == from) taken |= 1u << i_taken;
-    chosen_logit = __shfl_sync(kAll, chosen_logit, from);
-    chosen_score = __shfl_sync(kAll, chosen_score, from);
     if (lane == s) {
-      my_expert = expert;
-      my_logit = chosen_logit;
-      my_score = chosen_score;
-      my_finite = top != 0;
+      my_key = top;
+      owner = from;
     }
   }
-
-  float w = 0.0f;
-  if (p.gate.weight_rule == WeightRule::kScore) w = my_score;
-  if (p.gate.weight_rule == WeightRule::kSigmoidOfLogit) w = spec_sigmoid(my_logit);
-  if (p.gate.weight_rule == WeightRule::kSoftmaxOfChosen) {
-    const float largest = warp_largest(my_finite ? key_of(my_logit) : 0u);
-    w = my_finite ? spec_exp(__fsub_rn(my_logit, largest)) : 0.0f;
-    float sum = 0.0f;
-    for (int s = 0; s < p.top_k; ++s) sum = __fadd_rn(sum, __shfl_sync(kAll, w, s));
-    w = __fdiv_rn(w, sum);
+  __syncwarp();
+  // Equal keys of one lane were taken one after the other: mine is the n-th of them.
+  const bool has_slot = lane < p.top_k;
+  const std::uint64_t mark = has_slot ? static_cast<std::uint64_t>(my_key) << 32 | static_cast<unsigned>(owner) : ~0ull;
+  const int n = __popc(__match_any_sync(kAll, mark) & ((1u << lane) - 1u));
+  int expert = 0;
+  int seen = 0;
+  load_keys(keys + owner * kPerLane, key);
+#pragma unroll
+  for (int i = 0; i < kPerLane; ++i) {
+    if (key[i] == my_key) {
+      if (seen == n) expert = owner * kPerLane + i;
+      ++seen;
+    }
   }
-  if (!my_finite) w = 0.0f;
-  const bool either = p.gate.scale_rule == ScaleRule::kUnlessRenorm;
-  const bool renormalise = p.gate.renorm != Renorm::kNone && !(either && p.top_k == 1);
-  if (renormalise) {
-    float sum = 0.0f;
-    for (int s = 0; s < p.top_k; ++s) sum = __fadd_rn(sum, __shfl_sync(kAll, w, s));
-    w = __fdiv_rn(w, p.gate.renorm == Renorm::kSum ? __fadd_rn(sum, 1e-20f) : fmaxf(sum, 1e-12f));
+  const bool finite = has_slot && my_key > kNotFinite;
+  const float my_logit = has_slot && p.gate.weight_rule != WeightRule::kScore ? capped(logits[expert]) : 0.0f;
+  const float w = weight_of_slot(p, my_logit, has_slot ? scores[expert] : 0.0f, finite);
+  if (has_slot) {
+    p.topk_idx[token * p.topk_idx_stride + lane] = expert;
+    p.topk_weight[token * p.topk_weight_stride + lane] = w;
   }
-  if (!(either && renormalise)) w = __fmul_rn(w, p.gate.routed_scaling_factor);
-  if (lane < p.top_k) {
-    p.topk_idx[token * p.topk_idx_stride + lane] = my_expert;
-    p.topk_weight[token * p.topk_weight_stride + lane] = my_finite ? w : 0.0f;
-  }
-  const bool short_of_finite = __any_sync(kAll, lane < p.top_k && !my_finite);
+  const bool short_of_finite = __any_sync(kAll, has_slot && !finite);
   if (lane == 0 && short_of_finite && p.counters != nullptr) {
     atomicAdd(p.counters + static_cast<int>(Counter::kNonFiniteTokens), 1ull);
   }
@@ -228,16 +418,28 @@ __global__ void __launch_bounds__(kWarps* kLanes) select_experts(const __grid_co
 // Launchers
 // ---------------------------------------------------------------------------------------------------------
 
-void (*kernel_for(std::int64_t num_experts))(Params) {
+struct Kernel {
+  void (*function)(Params);
+  int per_lane;
+};
+Kernel kernel_for(std::int64_t num_experts) {
   const std::int64_t per_lane = ceil_div(num_experts, kLanes);
-  if (per_lane <= 1) return select_experts<1>;
-  if (per_lane <= 2) return select_experts<2>;
-  if (per_lane <= 4) return select_experts<4>;
-  if (per_lane <= 8) return select_experts<8>;
-  if (per_lane <= 12) return select_experts<12>;
-  if (per_lane <= 16) return select_experts<16>;
-  return select_experts<32>;
+  if (per_lane <= 1) return {select_experts<1>, 1};
+  if (per_lane <= 2) return {select_experts<2>, 2};
+  if (per_lane <= 4) return {select_experts<4>, 4};
+  if (per_lane <= 8) return {select_experts<8>, 8};
+  if (per_lane <= 12) return {select_experts<12>, 12};
+  if (per_lane <= 16) return {select_experts<16>, 16};
+  return {select_experts<32>, 32};
 }
+
+bool is_wide(const TensorView& view) {
+  return reinterpret_cast<std::uintptr_t>(view.data) % 16 == 0 && (view.rank == 1 || view.stride[0] % 4 == 0);
+}
+
+// Few tokens spread over the multiprocessors, one warp each.
+constexpr std::int64_t kSpreadTokens = 1024;
+constexpr int kWarps = 4;
 
 }  // namespace
 
@@ -248,7 +450,11 @@ Status select_cuda(const SelectArgs& args, const Ctx& ctx) {
   p.gate = args.gate;
   p.logits = args.logits.as<const float>();
   p.logits_stride = args.logits.stride[0];
-  if (args.score_bias.is_present()) p.score_bias = args.score_bias.as<const float>();
+  p.wide_logits = is_wide(args.logits);
+  if (args.score_bias.is_present()) {
+    p.score_bias = args.score_bias.as<const float>();
+    p.wide_bias = is_wide(args.score_bias);
+  }
   p.topk_idx = args.topk_idx.view.as<std::int32_t>();
   p.topk_idx_stride = args.topk_idx.view.stride[0];
   p.topk_weight = args.topk_weight.as<float>();
@@ -259,11 +465,15 @@ Status select_cuda(const SelectArgs& args, const Ctx& ctx) {
   p.top_k = static_cast<std::int32_t>(args.topk_idx.view.shape[1]);
   p.group_size = static_cast<std::int32_t>(p.num_experts / p.gate.n_group);
   if (p.num_tokens == 0) return Status::ok();
+  const Kernel kernel = kernel_for(p.num_experts);
+  const std::int32_t lanes = p.group_size / kernel.per_lane;
+  if (p.gate.n_group > 1 && p.group_size % kernel.per_lane == 0 && (lanes & (lanes - 1)) == 0)
+    p.lanes_per_group = lanes;
+  const int warps = p.num_tokens <= kSpreadTokens ? 1 : kWarps;
   const std::size_t shared_bytes =
-      p.gate.n_group > 1 ? kWarps * static_cast<std::size_t>(p.num_experts + p.gate.n_group) * sizeof(std::uint32_t)
-                         : 0;
-  return launch("gate_select", kernel_for(p.num_experts), static_cast<unsigned>(ceil_div(p.num_tokens, kWarps)),
-                kWarps * kLanes, shared_bytes, stream_of(ctx), p);
+      static_cast<std::size_t>(warps) * 2 * kLanes * static_cast<std::size_t>(kernel.per_lane) * sizeof(std::uint32_t);
+  return launch_after("gate_select", kernel.function, static_cast<unsigned>(ceil_div(p.num_tokens, warps)),
+                      static_cast<unsigned>(warps * kLanes), shared_bytes, stream_of(ctx), p);
 }
 
 }  // namespace sluice::gate

@@ -1,9 +1,9 @@
 // The gate's checks and its two tables: the only place that knows which implementations there are.
 #include <fmt/format.h>
 
+#include "core/can_run.h"
 #include "gate/impls.h"
 #ifdef SLUICE_WITH_CUDA
-#include "device/device.h"
 #include "gate/cuda.h"
 #endif
 
@@ -33,19 +33,16 @@ Status check(const SelectArgs& args, Phase phase) {
 
 namespace {
 
-template <class Args>
-Status always(const Args&, const Machine&) {
-  return Status::ok();
-}
-
-#ifdef SLUICE_WITH_CUDA
-template <class Args>
-Status on_gpu(const Args&, const Machine& machine) {
-  return device::runs_plain_kernels(machine);
-}
-#endif
-
 constexpr Impl<LogitsArgs> kLogitsImpls[] = {
+#ifdef SLUICE_WITH_CUDA
+    {.name = "cuda-wgmma",
+     .device = DeviceKind::kCuda,
+     .can_run = can_run_logits_wgmma,
+     .scratch_bytes = scratch_bytes_logits_wgmma,
+     .describe = describe_logits_wgmma,
+     .run = logits_wgmma},
+    {.name = "cuda", .device = DeviceKind::kCuda, .can_run = on_gpu<LogitsArgs>, .run = logits_cuda},
+#endif
     {.name = "cpu", .can_run = always<LogitsArgs>, .describe = describe_logits_cpu, .run = logits_cpu},
     {.name = "reference", .can_run = always<LogitsArgs>, .run = logits_reference},
 };
@@ -59,6 +56,45 @@ constexpr Impl<SelectArgs> kSelectImpls[] = {
 };
 
 }  // namespace
+
+#ifdef SLUICE_WITH_CUDA
+Status check_logits_wgmma(const LogitsArgs& args) {
+  const auto judge = [](std::string_view name, const TensorView& view) -> Status {
+    constexpr std::int64_t kUnitBytes = 16;  // of TMA
+    const std::int64_t row_bytes = view.stride[0] * size_bytes(view.dtype);
+    if (view.dtype != DType::kBF16) {
+      return {StatusCode::kUnsupported,
+              fmt::format("gate.logits: {} is {}, tensor cores take bf16", name, to_string(view.dtype))};
+    }
+    if (row_bytes % kUnitBytes != 0 || row_bytes == 0) {
+      return {StatusCode::kUnsupported, fmt::format("gate.logits: {} has rows of {} elements, tensor cores want a "
+                                                    "multiple of {}",
+                                                    name, view.stride[0], kUnitBytes / size_bytes(view.dtype))};
+    }
+    if (reinterpret_cast<std::uintptr_t>(view.data) % kUnitBytes != 0) {
+      return {StatusCode::kInvalidArgument,
+              fmt::format("gate.logits: {} does not start on a multiple of {} bytes", name, kUnitBytes)};
+    }
+    return Status::ok();
+  };
+  if (args.x.shape[1] == 0) return {StatusCode::kUnsupported, "gate.logits: no columns, H = 0"};
+  SLUICE_TRY(judge("x", args.x));
+  return judge("w_gate", args.w_gate);
+}
+
+Status can_run_logits_wgmma(const LogitsArgs& args, const Machine& machine) {
+  SLUICE_TRY(device::runs_hopper_kernels(machine));
+  return check_logits_wgmma(args);
+}
+
+std::int64_t scratch_bytes_logits_wgmma(const LogitsArgs& args, const Machine&) {
+  return logits_scratch_bytes(args.x.shape[0], args.x.shape[1], args.w_gate.shape[0]);
+}
+
+std::string describe_logits_wgmma(const LogitsArgs& args, const Machine& machine) {
+  return choose_logits_tile(args.x.shape[0], args.x.shape[1], args.w_gate.shape[0], machine.gpu.num_sms).to_string();
+}
+#endif
 
 std::span<const Impl<LogitsArgs>> logits_impls() { return kLogitsImpls; }
 std::span<const Impl<SelectArgs>> select_impls() { return kSelectImpls; }

@@ -24,8 +24,13 @@ Status always(const Args&, const Machine&) { return Status::ok(); }
 // Naming the bad id would need the host to read ids, hence a synchronisation in the call.
 Status on_gpu(const Args& args, const Machine& machine) {
   SLUICE_TRY(device::runs_plain_kernels(machine));
-  if (!args.checked) return Status::ok();
-  return {StatusCode::kUnsupported, "checked is a host's work: ids are counted on the GPU, not named"};
+  if (args.checked)
+    return {StatusCode::kUnsupported, "checked is a host's work: ids are counted on the GPU, not named"};
+  const std::int64_t num_local = args.plan.expert_offset.view.shape[0] - 1;
+  if (num_local <= kMaxLocalCuda) return Status::ok();
+  return {
+      StatusCode::kUnsupported,
+      fmt::format("L = {} local experts, at most {} have their histograms in shared memory", num_local, kMaxLocalCuda)};
 }
 #endif
 

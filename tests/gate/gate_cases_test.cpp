@@ -9,6 +9,8 @@
 namespace sluice::test {
 namespace {
 
+class GateCases : public GateTest {};
+
 using Ids = std::vector<std::int32_t>;
 
 const double kNaN = std::nan("");
@@ -16,24 +18,24 @@ const double kInf = std::numeric_limits<double>::infinity();
 
 double sigmoid(double x) { return 1 / (1 + std::exp(-x)); }
 
-TEST(GateCases, Case1_RuledOutGroupsNeverWinOverNegativeScores) {
+TEST_F(GateCases, Case1_RuledOutGroupsNeverWinOverNegativeScores) {
   const GateConfig config = preset(GateId::kG3, 2, 1);
   const Buffer logits = logits_of({std::vector<double>(8, 0.0)});
   const Buffer bias = vector_of({-0.6, -0.7, -0.8, -0.9, -1.0, -1.1, -1.2, -1.3});
-  for (const auto& impl : gate::select_impls()) {
+  for (const auto& impl : select_rows()) {
     const Selected got = run_select(impl, config, logits, &bias, 2);
     EXPECT_EQ(got.ids, (Ids{0, 1})) << impl.name;
     EXPECT_EQ(got.weights, (std::vector<float>{0.5f, 0.5f})) << impl.name;
   }
 }
 
-TEST(GateCases, Case2_TheBiasDecidesInF32) {
+TEST_F(GateCases, Case2_TheBiasDecidesInF32) {
   // Both biases are 4.0 in bf16, where the step is 1/32.
   GateConfig config = preset(GateId::kG3);
   config.renorm = Renorm::kNone;
   const Buffer logits = logits_of({{0.0, -0.0120}});
   const Buffer bias = vector_of({4.010, 4.014});
-  for (const auto& impl : gate::select_impls()) {
+  for (const auto& impl : select_rows()) {
     const Selected got = run_select(impl, config, logits, &bias, 1);
     EXPECT_EQ(got.ids, (Ids{1})) << impl.name;
     // From the unbiased score: (s + b) - b would have lost its last bits.
@@ -41,7 +43,7 @@ TEST(GateCases, Case2_TheBiasDecidesInF32) {
   }
 }
 
-TEST(GateCases, Case4_BadRowsHaveDistinctIdsAndLeaveTheirNeighboursAlone) {
+TEST_F(GateCases, Case4_BadRowsHaveDistinctIdsAndLeaveTheirNeighboursAlone) {
   const std::vector<double> ordinary{0.3, -1.2, 2.0, 0.7, -0.4, 1.1, 0.0, -2.5};
   const Buffer three = logits_of({ordinary, std::vector<double>(8, kNaN), std::vector<double>(8, kInf)});
   const Buffer one = logits_of({ordinary});
@@ -50,7 +52,7 @@ TEST(GateCases, Case4_BadRowsHaveDistinctIdsAndLeaveTheirNeighboursAlone) {
   for (GateId id : kAllGates) {
     for (std::int64_t n_group : {1, 2}) {
       const GateConfig config = preset(id, n_group, 1);
-      for (const auto& impl : gate::select_impls()) {
+      for (const auto& impl : select_rows()) {
         const Selected all = run_select(impl, config, three, bias_for(config, bias), 4);
         const Selected alone = run_select(impl, config, one, bias_for(config, bias), 4);
         EXPECT_EQ(all.row_ids(0), alone.ids) << impl.name << " " << name_of(id);
@@ -66,10 +68,10 @@ TEST(GateCases, Case4_BadRowsHaveDistinctIdsAndLeaveTheirNeighboursAlone) {
   }
 }
 
-TEST(GateCases, Case5_NaNExpertsAreIgnoredAndPaddingIsNeverChosen) {
+TEST_F(GateCases, Case5_NaNExpertsAreIgnoredAndPaddingIsNeverChosen) {
   const Buffer logits = logits_of({std::vector<double>(6, kNaN), {kNaN, 1, 2, 3, 0, 0}});
   const double sum = std::exp(-2) + std::exp(-1) + 1 + 2 * std::exp(-3);
-  for (const auto& impl : gate::select_impls()) {
+  for (const auto& impl : select_rows()) {
     const Selected got = run_select(impl, preset(GateId::kG1), logits, nullptr, 2);
     EXPECT_EQ(got.row_ids(0), (Ids{0, 1})) << impl.name;
     EXPECT_EQ(got.row_ids(1), (Ids{3, 2})) << impl.name;
@@ -79,10 +81,10 @@ TEST(GateCases, Case5_NaNExpertsAreIgnoredAndPaddingIsNeverChosen) {
   }
 }
 
-TEST(GateCases, Case6_SlotsWithoutAFiniteExpertAreFilled) {
+TEST_F(GateCases, Case6_SlotsWithoutAFiniteExpertAreFilled) {
   const Buffer logits = logits_of({{-kInf, -kInf, 5, -kInf}, {-kInf, -kInf, -kInf, -kInf}, {7, -kInf, -kInf, -kInf}});
   for (GateId id : {GateId::kG1, GateId::kG4, GateId::kG5}) {
-    for (const auto& impl : gate::select_impls()) {
+    for (const auto& impl : select_rows()) {
       const Selected got = run_select(impl, preset(id), logits, nullptr, 2);
       EXPECT_EQ(got.ids, (Ids{2, 0, 0, 1, 0, 1})) << impl.name;
       EXPECT_EQ(got.weights, (std::vector<float>{1, 0, 0, 0, 1, 0})) << impl.name;
@@ -91,7 +93,7 @@ TEST(GateCases, Case6_SlotsWithoutAFiniteExpertAreFilled) {
   }
 }
 
-TEST(GateCases, Case8_FillersComeFromTheKeptGroup) {
+TEST_F(GateCases, Case8_FillersComeFromTheKeptGroup) {
   std::vector<double> row(24, -20.0);
   for (int i = 8; i < 16; ++i) row[static_cast<std::size_t>(i)] = -kInf;
   row[8] = 5;
@@ -101,7 +103,7 @@ TEST(GateCases, Case8_FillersComeFromTheKeptGroup) {
   config.group_score = GroupScore::kTop2Sum;
   for (Score score : {Score::kSigmoid, Score::kSoftmax, Score::kSqrtSoftplus, Score::kLogit}) {
     config.score = score;
-    for (const auto& impl : gate::select_impls()) {
+    for (const auto& impl : select_rows()) {
       const Selected got = run_select(impl, config, logits, nullptr, 4);
       EXPECT_EQ(got.ids, (Ids{8, 9, 10, 11})) << impl.name;
       EXPECT_EQ(got.weights[2], 0.0f) << impl.name;
@@ -111,8 +113,8 @@ TEST(GateCases, Case8_FillersComeFromTheKeptGroup) {
   }
 }
 
-TEST(GateCases, Case9_EveryExpertIndexIsConsidered) {
-  for (const auto& impl : gate::select_impls()) {
+TEST_F(GateCases, Case9_EveryExpertIndexIsConsidered) {
+  for (const auto& impl : select_rows()) {
     std::vector<double> row(512, 0.0);
     Ids want;
     for (int i = 0; i < 10; ++i) {
@@ -134,7 +136,7 @@ TEST(GateCases, Case9_EveryExpertIndexIsConsidered) {
   EXPECT_FALSE(validate(GateConfig{}, 1025, 8).is_ok());
 }
 
-TEST(GateCases, Case10_SizesThatAreNoPowersOfTwo) {
+TEST_F(GateCases, Case10_SizesThatAreNoPowersOfTwo) {
   struct Size {
     std::int64_t num_experts, n_group, topk_group, slots;
   };
@@ -145,8 +147,8 @@ TEST(GateCases, Case10_SizesThatAreNoPowersOfTwo) {
     Buffer bias(DType::kF32, {size.num_experts});
     bias.fill_normal(9, 0.1);
     const GateConfig config = preset(GateId::kG3, size.n_group, size.topk_group);
-    const Selected want = run_select(gate::select_impls().back(), config, logits, &bias, size.slots);
-    for (const auto& impl : gate::select_impls()) {
+    const Selected want = run_select(select_rows().back(), config, logits, &bias, size.slots);
+    for (const auto& impl : select_rows()) {
       const Selected got = run_select(impl, config, logits, &bias, size.slots);
       EXPECT_TRUE(got.bits == want.bits) << impl.name << " E=" << size.num_experts;
       // Ids must be those of kept groups: no more than topk_group of them.
@@ -157,12 +159,12 @@ TEST(GateCases, Case10_SizesThatAreNoPowersOfTwo) {
   }
 }
 
-TEST(GateCases, Case12_NoTokens) {
+TEST_F(GateCases, Case12_NoTokens) {
   const Buffer logits(DType::kF32, {0, 512});
   const Buffer bias(DType::kF32, {512});
   for (GateId id : kAllGates) {
     const GateConfig config = preset(id);
-    for (const auto& impl : gate::select_impls()) {
+    for (const auto& impl : select_rows()) {
       const Selected got = run_select(impl, config, logits, bias_for(config, bias), 10, 4);
       EXPECT_TRUE(got.ids.empty()) << impl.name;
       EXPECT_EQ(got.num_short, 0);
@@ -170,7 +172,7 @@ TEST(GateCases, Case12_NoTokens) {
   }
 }
 
-TEST(GateCases, Case13_GroupsTooSmallAreRefused) {
+TEST_F(GateCases, Case13_GroupsTooSmallAreRefused) {
   GateConfig config = preset(GateId::kG3, 8, 4);
   EXPECT_FALSE(validate(config, 8, 2).is_ok());
   EXPECT_NE(validate(config, 8, 2).message().find("n_group = 8"), std::string::npos);
@@ -182,19 +184,19 @@ TEST(GateCases, Case13_GroupsTooSmallAreRefused) {
   EXPECT_NE(validate(config, 10, 2).message().find("num_experts = 10"), std::string::npos);
 }
 
-TEST(GateCases, Case14_MoreSlotsThanExpertsIsRefused) {
+TEST_F(GateCases, Case14_MoreSlotsThanExpertsIsRefused) {
   GateConfig config = preset(GateId::kG4);
   const Status status = validate(config, 4, 5);
   EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
   EXPECT_NE(status.message().find("top_k = 5 is more than num_experts = 4"), std::string::npos) << status.message();
 }
 
-TEST(GateCases, Case16_TheGuardShrinksTinyWeightsAsInTheReferenceModels) {
+TEST_F(GateCases, Case16_TheGuardShrinksTinyWeightsAsInTheReferenceModels) {
   const GateConfig config = preset(GateId::kG3);
   const Buffer bias = vector_of(std::vector<double>(8, 0.0));
   const Buffer logits =
       logits_of({std::vector<double>(8, -50), std::vector<double>(8, -100), std::vector<double>(8, -1e8)});
-  for (const auto& impl : gate::select_impls()) {
+  for (const auto& impl : select_rows()) {
     const Selected got = run_select(impl, config, logits, &bias, 8);
     const auto row = got.row_weights(0);
     EXPECT_NEAR(std::accumulate(row.begin(), row.end(), 0.0), 0.1337, 5e-5) << impl.name;
@@ -205,7 +207,7 @@ TEST(GateCases, Case16_TheGuardShrinksTinyWeightsAsInTheReferenceModels) {
   }
 }
 
-TEST(GateCases, Case17_TiesAreBrokenByIndexAtBothLevels) {
+TEST_F(GateCases, Case17_TiesAreBrokenByIndexAtBothLevels) {
   std::vector<double> nine(384, -1.0);
   for (int i : {3, 50, 51, 52, 100, 200, 300, 382, 383}) nine[static_cast<std::size_t>(i)] = 1.0;
   const Buffer two = logits_of({std::vector<double>(384, 0.0), nine});
@@ -217,7 +219,7 @@ TEST(GateCases, Case17_TiesAreBrokenByIndexAtBothLevels) {
   const Buffer group_bias = vector_of(std::vector<double>(16, 0.0));
   for (GateId id : kAllGates) {
     const GateConfig config = preset(id);
-    for (const auto& impl : gate::select_impls()) {
+    for (const auto& impl : select_rows()) {
       const Selected got = run_select(impl, config, two, bias_for(config, bias), 8);
       EXPECT_EQ(got.row_ids(0), (Ids{0, 1, 2, 3, 4, 5, 6, 7})) << impl.name << " " << name_of(id);
       EXPECT_EQ(got.row_ids(1), (Ids{3, 50, 51, 52, 100, 200, 300, 382})) << impl.name << " " << name_of(id);
@@ -230,11 +232,11 @@ TEST(GateCases, Case17_TiesAreBrokenByIndexAtBothLevels) {
   }
 }
 
-TEST(GateCases, Case18_RenormalisationFollowsTheFlag) {
+TEST_F(GateCases, Case18_RenormalisationFollowsTheFlag) {
   const Buffer logits = logits_of({{2, 1, 0, -1}});
   GateConfig config = preset(GateId::kG1);
   EXPECT_EQ(config.renorm, Renorm::kNone);
-  for (const auto& impl : gate::select_impls()) {
+  for (const auto& impl : select_rows()) {
     config.renorm = Renorm::kSum;
     Selected got = run_select(impl, config, logits, nullptr, 2);
     EXPECT_NEAR(got.weights[0], 0.7311, 5e-5) << impl.name;

@@ -11,6 +11,8 @@
 namespace sluice::test {
 namespace {
 
+class GateLogits : public GateTest {};
+
 struct Problem {
   std::int64_t num_tokens;
   std::int64_t hidden;
@@ -49,7 +51,7 @@ Buffer run_logits(const Impl<gate::LogitsArgs>& impl, const Tensors& in, int num
   const gate::LogitsArgs args{in.x.view(), in.w.view(), in.has_bias ? in.bias.view() : TensorView{}, out.view()};
   const Status checked = gate::check(args);
   EXPECT_TRUE(checked.is_ok()) << checked.message();
-  const Status ran = impl.run(args, Ctx{.num_threads = num_threads});
+  const Status ran = run_row(impl, args, num_threads);
   EXPECT_TRUE(ran.is_ok()) << ran.message();
   EXPECT_TRUE(out.guards_intact());
   EXPECT_TRUE(in.x.guards_intact());
@@ -118,8 +120,8 @@ const Problem kProblems[] = {
     {2, 7168, 33, DType::kBF16, DType::kF32},
 };
 
-TEST(GateLogits, IntegersAreExact) {
-  for (std::int64_t target : simd_targets()) {
+TEST_F(GateLogits, IntegersAreExact) {
+  for (std::int64_t target : targets_under_test()) {
     const ForcedTarget forced(target);
     for (const Problem& p : kProblems) {
       Tensors in(p);
@@ -128,7 +130,7 @@ TEST(GateLogits, IntegersAreExact) {
       in.bias.fill_integers(3, -100, 100);
       Buffer want(DType::kF32, {p.num_tokens, p.num_experts});
       want.fill_values(exact(in).value);
-      for (const auto& impl : gate::logits_impls()) {
+      for (const auto& impl : logits_rows()) {
         EXPECT_TRUE(same_bits(run_logits(impl, in, 2).view(), want.view()))
             << impl.name << " on " << hwy::TargetName(target) << " " << to_string(p);
       }
@@ -136,24 +138,24 @@ TEST(GateLogits, IntegersAreExact) {
   }
 }
 
-TEST(GateLogits, RealValuesHaveTheSpecifiedBits) {
+TEST_F(GateLogits, RealValuesHaveTheSpecifiedBits) {
   for (const Problem& p : kProblems) {
     Tensors in(p);
     in.x.fill_normal(11, 1.0);
     in.w.fill_normal(12, 0.1);
     in.bias.fill_normal(13, 1.0);
     const Buffer want = specified(in);
-    for (std::int64_t target : simd_targets()) {
+    for (std::int64_t target : targets_under_test()) {
       // bf16 products are exact in fp32, so that a separate multiply and add is the fused one there.
       if (!has_native_fma(target) && (p.x_dtype != DType::kBF16 || p.w_dtype != DType::kBF16)) continue;
       const ForcedTarget forced(target);
-      EXPECT_TRUE(same_bits(run_logits(gate::logits_impls()[0], in, 2).view(), want.view()))
+      EXPECT_TRUE(same_bits(run_logits(logits_rows()[0], in, 2).view(), want.view()))
           << "on " << hwy::TargetName(target) << " " << to_string(p);
     }
   }
 }
 
-TEST(GateLogits, RealValuesAreWithinTheBound) {
+TEST_F(GateLogits, RealValuesAreWithinTheBound) {
   for (const Problem& p : kProblems) {
     Tensors in(p);
     in.x.fill_normal(21, 1.0);
@@ -163,9 +165,9 @@ TEST(GateLogits, RealValuesAreWithinTheBound) {
     // A block's roundings, one per block, the bias; one more per product where the target has no fma.
     const Bounds bounds =
         rounding_bounds(want.value, want.magnitude, p.num_experts, 128 + 1 + ceil_div(p.hidden, 128) + 1, DType::kF32);
-    for (std::int64_t target : simd_targets()) {
+    for (std::int64_t target : targets_under_test()) {
       const ForcedTarget forced(target);
-      for (const auto& impl : gate::logits_impls()) {
+      for (const auto& impl : logits_rows()) {
         EXPECT_TRUE(rows_within(run_logits(impl, in).view(), want.value, bounds))
             << impl.name << " on " << hwy::TargetName(target) << " " << to_string(p);
       }
@@ -173,7 +175,8 @@ TEST(GateLogits, RealValuesAreWithinTheBound) {
   }
 }
 
-TEST(GateLogits, TheReferenceRoundsOnce) {
+#ifndef SLUICE_TEST_ON_GPU
+TEST_F(GateLogits, TheReferenceRoundsOnce) {
   Tensors in({9, 1000, 20, DType::kF32, DType::kF32, true});
   in.x.fill_normal(31);
   in.w.fill_normal(32);
@@ -181,16 +184,17 @@ TEST(GateLogits, TheReferenceRoundsOnce) {
   const Exact want = exact(in);
   std::vector<double> size(want.value.size());
   std::transform(want.value.begin(), want.value.end(), size.begin(), [](double v) { return std::fabs(v); });
-  EXPECT_TRUE(rows_within(run_logits(gate::logits_impls().back(), in).view(), want.value,
+  EXPECT_TRUE(rows_within(run_logits(logits_rows().back(), in).view(), want.value,
                           rounding_bounds(want.value, size, 20, 2, DType::kF32)));
 }
+#endif
 
-TEST(GateLogits, BatchAndThreadsAreInvisible) {
+TEST_F(GateLogits, BatchAndThreadsAreInvisible) {
   Tensors in({140, 200, 70, DType::kF32, DType::kBF16, true});
   in.x.fill_normal(41);
   in.w.fill_normal(42);
   in.bias.fill_normal(43);
-  for (const auto& impl : gate::logits_impls()) {
+  for (const auto& impl : logits_rows()) {
     const Buffer all = run_logits(impl, in);
     for (int threads : {2, 3, 16, 64})
       EXPECT_TRUE(same_bits(run_logits(impl, in, threads).view(), all.view())) << impl.name;
@@ -208,10 +212,10 @@ TEST(GateLogits, BatchAndThreadsAreInvisible) {
   }
 }
 
-TEST(GateLogits, NonFiniteValuesStayInTheirRowAndColumn) {
-  for (std::int64_t target : simd_targets()) {
+TEST_F(GateLogits, NonFiniteValuesStayInTheirRowAndColumn) {
+  for (std::int64_t target : targets_under_test()) {
     const ForcedTarget forced(target);
-    for (const auto& impl : gate::logits_impls()) {
+    for (const auto& impl : logits_rows()) {
       Tensors in({8, 150, 40});
       in.x.fill_integers(1, 1, 3);
       in.w.fill_integers(2, 1, 3);
@@ -236,8 +240,8 @@ TEST(GateLogits, NonFiniteValuesStayInTheirRowAndColumn) {
   }
 }
 
-TEST(GateLogits, EmptyExtents) {
-  for (const auto& impl : gate::logits_impls()) {
+TEST_F(GateLogits, EmptyExtents) {
+  for (const auto& impl : logits_rows()) {
     run_logits(impl, Tensors({0, 128, 8}));
     // No columns: the sum is 0, and the bias is all there is.
     Tensors in({2, 0, 3, DType::kBF16, DType::kBF16, true});
@@ -246,7 +250,8 @@ TEST(GateLogits, EmptyExtents) {
   }
 }
 
-TEST(GateLogits, TasksCoverTheProblemOnce) {
+#ifndef SLUICE_TEST_ON_GPU
+TEST_F(GateLogits, TasksCoverTheProblemOnce) {
   for (std::int64_t lanes : {1, 4, 8, 16}) {
     for (std::int64_t num_tokens : {0, 1, 5, 6, 7, 126, 127, 512, 4097}) {
       for (std::int64_t num_experts : {1, 2, 31, 33, 256, 1024}) {
@@ -264,13 +269,14 @@ TEST(GateLogits, TasksCoverTheProblemOnce) {
       }
     }
   }
-  const Impl<gate::LogitsArgs>& cpu = gate::logits_impls()[0];
+  const Impl<gate::LogitsArgs> cpu = logits_rows()[0];
   Tensors in({4, 128, 8});
   Buffer out(DType::kF32, {4, 8});
   EXPECT_NE(
       cpu.describe({in.x.view(), in.w.view(), {}, out.view()}, Machine::detect_cpu(1)).find("chunks of 24 tokens"),
       std::string::npos);
 }
+#endif
 
 }  // namespace
 }  // namespace sluice::test

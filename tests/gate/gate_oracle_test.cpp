@@ -10,6 +10,8 @@
 namespace sluice::test {
 namespace {
 
+class GateOracle : public GateTest {};
+
 using nlohmann::json;
 
 json load() {
@@ -28,7 +30,7 @@ GateConfig config_of(const json& c) {
   return config;
 }
 
-TEST(GateOracle, PublicRoutersChooseTheSameExpertsWithTheSameWeights) {
+TEST_F(GateOracle, PublicRoutersChooseTheSameExpertsWithTheSameWeights) {
   const json fixture = load();
   const std::int64_t num_tokens = fixture.at("num_tokens");
   ASSERT_GE(fixture.at("cases").size(), 20u);
@@ -50,7 +52,7 @@ TEST(GateOracle, PublicRoutersChooseTheSameExpertsWithTheSameWeights) {
     const auto weights = c.at("weights").get<std::vector<float>>();
     ASSERT_EQ(ids.size(), static_cast<std::size_t>(num_tokens * num_slots));
 
-    for (const auto& impl : gate::select_impls()) {
+    for (const auto& impl : select_rows()) {
       const Selected got = run_select(impl, config, logits, bias_for(config, bias), num_slots);
       ASSERT_EQ(got.ids.size(), ids.size());
       for (std::int64_t t = 0; t < num_tokens; ++t) {

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "gate/rows.h"
 #include "harness/buffer.h"
 #include "harness/compare.h"
 #include "sluice/stage/gate.h"
@@ -48,7 +49,7 @@ inline Selected run_select(const Impl<gate::SelectArgs>& impl, const GateConfig&
   const Status checked = gate::check(args);
   EXPECT_TRUE(checked.is_ok()) << checked.message();
   if (!checked.is_ok()) return {};
-  const Status ran = impl.run(args, Ctx{.num_threads = num_threads});
+  const Status ran = run_row(impl, args, num_threads);
   EXPECT_TRUE(ran.is_ok()) << ran.message();
 
   EXPECT_TRUE(logits.unchanged_since(logits_before));

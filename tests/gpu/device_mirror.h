@@ -46,6 +46,14 @@ class DeviceMirror {
     copies_.push_back(c);
   }
 
+  // What the device has now, into the host originals, gaps between rows included.
+  void copy_back() const {
+    for (const Copy& c : copies_) {
+      ASSERT_EQ(cudaMemcpy(c.host, static_cast<std::byte*>(c.base) + c.lead, c.bytes, cudaMemcpyDeviceToHost),
+                cudaSuccess);
+    }
+  }
+
   // Every mirrored tensor now equals its host original, byte for byte, and no guard changed.
   testing::AssertionResult equals_host() const {
     for (std::size_t i = 0; i < copies_.size(); ++i) {
@@ -86,6 +94,35 @@ inline std::string no_gpu_reason() {
   const cudaError_t error = cudaGetDeviceCount(&count);
   if (error != cudaSuccess) return cudaGetErrorString(error);
   return count == 0 ? "no CUDA device" : "";
+}
+
+inline const Machine& first_gpu() {
+  static const Machine machine = Machine::detect_cuda(0).value();
+  return machine;
+}
+
+// Runs a CUDA row on guarded copies of host tensors, with exactly the scratch it asks for, filled with what a reused
+// workspace might hold; the host tensors then have the result. `views` lists the tensors of Args.
+template <class Args, class Views>
+Status run_mirrored(const Impl<Args>& impl, const Args& args, const Views& views) {
+  SLUICE_TRY(impl.can_run(args, first_gpu()));
+  DeviceMirror mirror;
+  Args device = args;
+  for (TensorView* view : views(device)) mirror.add(*view);
+  const std::int64_t bytes = impl.scratch_bytes == nullptr ? 0 : impl.scratch_bytes(args, first_gpu());
+  std::vector<std::byte> junk(static_cast<std::size_t>(bytes), std::byte{0xA5});
+  TensorView scratch = TensorView::dense(junk.data(), DType::kU8, {bytes});
+  DeviceMirror scratch_mirror;
+  if (bytes > 0) scratch_mirror.add(scratch);
+  SLUICE_TRY(impl.run(device, {nullptr, {static_cast<std::byte*>(scratch.data), static_cast<std::size_t>(bytes)}, 1}));
+  EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+  mirror.copy_back();
+  if (bytes > 0) scratch_mirror.copy_back();
+  EXPECT_TRUE(mirror.equals_host());  // what is left to differ are the guards
+  if (bytes > 0) {
+    EXPECT_TRUE(scratch_mirror.equals_host());
+  }
+  return Status::ok();
 }
 
 }  // namespace sluice::test

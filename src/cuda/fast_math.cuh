@@ -1,0 +1,57 @@
+// The specified functions where their argument leaves nothing to guard against: the same bits in half the instructions.
+// A caller proves the domain for a whole warp and falls back to spec_math.cuh otherwise.
+#pragma once
+
+#include "cuda/spec_math.cuh"
+
+namespace sluice::cuda {
+
+// Inside this nothing below is subnormal, and neither are the residuals of the quotients.
+constexpr float kFastLimit = 60.0f;
+
+// exp(x) for -kFastLimit <= x <= 0. Adding 1.5 * 2^23 rounds to the nearest even integer, as rintf does, and leaves it in
+// the low mantissa bits, from where it goes into p's exponent: an exact multiplication, as the result is normal.
+__device__ __forceinline__ float fast_exp(float x) {
+  constexpr float kShift = 12582912.0f;
+  const float shifted = __fadd_rn(__fmul_rn(x, __int_as_float(0x3FB8AA3B)), kShift);
+  const float n = __fsub_rn(shifted, kShift);
+  float r = __fmaf_rn(n, -__int_as_float(0x3F317200), x);
+  r = __fmaf_rn(n, -__int_as_float(0x35BFBE8E), r);
+  float p = 1.0f / 5040;
+  p = __fmaf_rn(p, r, 1.0f / 720);
+  p = __fmaf_rn(p, r, 1.0f / 120);
+  p = __fmaf_rn(p, r, 1.0f / 24);
+  p = __fmaf_rn(p, r, 1.0f / 6);
+  p = __fmaf_rn(p, r, 1.0f / 2);
+  p = __fmaf_rn(p, r, 1.0f);
+  p = __fmaf_rn(p, r, 1.0f);
+  return __int_as_float(__float_as_int(p) + (__float_as_int(shifted) << 23));
+}
+
+// a / b for 2^-100 < a <= 2^24 and 1 <= b <= 2^24, with y = RN(1/b) made once. The first step leaves the quotient within
+// one unit in the last place; from there the residual step rounds correctly (Markstein).
+__device__ __forceinline__ float fast_divide(float a, float b, float y) {
+  float q = __fmul_rn(a, y);
+  q = __fmaf_rn(__fmaf_rn(-b, q, a), y, q);
+  return __fmaf_rn(__fmaf_rn(-b, q, a), y, q);
+}
+
+// sigmoid(x) for |x| <= kFastLimit. On sm_90 one residual step after a Newton step on the approximate reciprocal gives the
+// IEEE quotient for every float of the domain (tests/gpu/fast_math_cuda_test.cu compares all of them); other
+// architectures have another approximate reciprocal and divide.
+__device__ __forceinline__ float fast_sigmoid(float x) {
+  const float e = fast_exp(-fabsf(x));
+  const float d = __fadd_rn(1.0f, e);
+  const float a = x >= 0.0f ? 1.0f : e;
+#if __CUDA_ARCH__ == 900
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(d));
+  y = __fmaf_rn(__fmaf_rn(-d, y, 1.0f), y, y);
+  const float q = __fmul_rn(a, y);
+  return __fmaf_rn(__fmaf_rn(-d, q, a), y, q);
+#else
+  return __fdiv_rn(a, d);
+#endif
+}
+
+}  // namespace sluice::cuda
