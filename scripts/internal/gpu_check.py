@@ -97,7 +97,11 @@ def describe_build(build, commit):
 
 def test_programs(build):
     """The programs of tests/gpu, in order; one that was not built is a failure of its own."""
-    return [(path.stem, build / "tests" / path.stem) for path in sorted((ROOT / "tests" / "gpu").glob("**/*_test.cpp"))]
+    return [(path.stem, build / "tests" / path.stem) for path in test_sources()]
+
+
+def test_sources():
+    return sorted(path for path in (ROOT / "tests" / "gpu").rglob("*_test.*") if path.suffix in (".cpp", ".cu"))
 
 
 def count_results(results):

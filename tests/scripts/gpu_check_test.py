@@ -81,6 +81,12 @@ class Refusals(unittest.TestCase):
         self.assertEqual(self.run_with(None, "--help").returncode, 0)
 
 
+def with_included_tests(path):
+    """The text of a test, and of the .cpp files it includes: the CUDA rows run the CPU's cases that way."""
+    text = path.read_text()
+    return text + "".join((path.parent / name).read_text() for name in re.findall(r'#include "([^"]+\.cpp)"', text))
+
+
 class Judgement(unittest.TestCase):
     def test_results_are_counted(self):
         cases = [{"name": "A", "status": "RUN", "result": "COMPLETED"},
@@ -109,7 +115,7 @@ class Judgement(unittest.TestCase):
                 gpu_check.read_filters(wrong)
 
     def test_the_filters_of_the_tree_name_programs_and_tests_that_are_there(self):
-        sources = {path.stem: path.read_text() for path in (ROOT / "tests" / "gpu").glob("**/*_test.cpp")}
+        sources = {path.stem: with_included_tests(path) for path in gpu_check.test_sources()}
         jobs = gpu_check.read_filters(gpu_check.FILTERS.read_text())
         self.assertGreater(len(jobs), 0)
         for _, program, pattern in jobs:
@@ -121,7 +127,7 @@ class Judgement(unittest.TestCase):
     def test_every_gpu_fixture_may_skip_where_there_is_no_gpu(self):
         patterns = gpu_check.summarise_tests.read_patterns(ROOT / "tests" / "allowed_skips.txt")
         suites = {}
-        for path in (ROOT / "tests" / "gpu").glob("**/*_test.cpp"):
+        for path in gpu_check.test_sources():
             for suite, test in re.findall(r"^TEST_[FP]\((\w+),\s*(\w+)\)", path.read_text(), re.MULTILINE):
                 suites[f"{suite}.{test}"] = path.name
         self.assertGreater(len(suites), 0)
