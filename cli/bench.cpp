@@ -376,6 +376,7 @@ Outcome bench_gpu(const BenchOptions& options, const Subject& subject, const std
   } else {
     fmt::print("{}\nshares are of 4.5 TB/s, 1.49 PFLOP/s in e4m3 and 0.79 in bf16, as measured on an H200\n",
                chosen.describe());
+    std::fflush(stdout);
   }
   for (Precision precision : precisions) {
     GpuBench bench;
