@@ -368,16 +368,14 @@ Outcome bench_gpu(const BenchOptions& options, const Subject& subject, const std
                   bool is_asked, const std::vector<std::int64_t>& tokens, Route route,
                   const std::map<std::string, Selection>& selection, const ChosenMachine& chosen, bool json) {
   if (json) {
-    print_json({{"row", "device"},
-                {"subject", subject.title},
-                {"device", device_json(chosen)},
-                {"config", config_json(subject.config)}},
+    const Json config = config_json(subject.config);
+    print_json({{"row", "device"}, {"subject", subject.title}, {"device", device_json(chosen)}, {"config", config}},
                true);
   } else {
     fmt::print("{}\nshares are of 4.5 TB/s, 1.49 PFLOP/s in e4m3 and 0.79 in bf16, as measured on an H200\n",
                chosen.describe());
-    std::fflush(stdout);
   }
+  std::fflush(stdout);
   for (Precision precision : precisions) {
     GpuBench bench;
     bench.config = subject.config;

@@ -36,6 +36,7 @@ const std::array<double, 256>& e4m3_values() {
 
 double element(const std::byte* row, DType dtype, std::int64_t i) {
   if (dtype == DType::kE4M3) return e4m3_values()[static_cast<std::uint8_t>(row[i])];
+  if (dtype == DType::kI8) return static_cast<std::int8_t>(row[i]);
   if (dtype == DType::kF32) {
     float value;
     std::memcpy(&value, row + 4 * i, 4);
@@ -110,7 +111,9 @@ void fill_sums(Sample& s, int num_threads) {
   std::vector<double> a(static_cast<std::size_t>(n * K));
   for (std::int64_t i = 0; i < n; ++i) {
     for (std::int64_t k = 0; k < K; ++k) {
-      const double scale = g.a_scale.is_present() ? scale_at(g.a_scale, k / kScaleBlock, i) : 1;
+      // One scale a row, or one for each 128 columns of it.
+      const std::int64_t block = g.a_scale.is_present() && g.a_scale.shape[0] == 1 ? 0 : k / kScaleBlock;
+      const double scale = g.a_scale.is_present() ? scale_at(g.a_scale, block, i) : 1;
       a[static_cast<std::size_t>(i * K + k)] = std::fabs(element(g.a.row(i), g.a.dtype, k) * scale);
     }
   }
@@ -120,7 +123,8 @@ void fill_sums(Sample& s, int num_threads) {
     const double* row = a.data() + i * K;
     for (std::int64_t j = begin; j < std::min(N, begin + kScaleBlock); ++j) {
       const std::byte* w = g.w.row(e) + j * g.w.stride[1] * size_bytes(g.w.dtype);
-      const std::int64_t scale_row = j / part * ceil_div(part, kScaleBlock) + j % part / kScaleBlock;
+      const bool by_channel = g.w_scale.is_present() && g.w_scale.shape[1] == N && g.w_scale.shape[2] == 1;
+      const std::int64_t scale_row = by_channel ? j : j / part * ceil_div(part, kScaleBlock) + j % part / kScaleBlock;
       double sum = g.bias.is_present() ? std::fabs(element(g.bias.row(e), DType::kF32, j)) : 0;
       for (std::int64_t k0 = 0; k0 < K; k0 += kScaleBlock) {
         double block = 0;
@@ -128,7 +132,7 @@ void fill_sums(Sample& s, int num_threads) {
           block += row[k] * std::fabs(element(w, g.w.dtype, k));
         const double scale = g.w_scale.is_present()
                                  ? g.w_scale.as<float>()[e * g.w_scale.stride[0] + scale_row * g.w_scale.stride[1] +
-                                                         k0 / kScaleBlock * g.w_scale.stride[2]]
+                                                         (by_channel ? 0 : k0 / kScaleBlock) * g.w_scale.stride[2]]
                                  : 1;
         sum += block * std::fabs(scale);
       }
