@@ -250,16 +250,13 @@ int main(int argc, char** argv) {
     for (std::int64_t tokens : {8, 16, 32, 64, 96, 128}) {
       for (std::int64_t weight_rows : {128, 256}) tiles.push_back({false, tokens, weight_rows});
     }
-    for (int cluster : {1, 2}) {
-      for (std::int64_t weight_rows : {128, 192, 256}) tiles.push_back({true, 128, weight_rows, cluster});
-    }
+    for (std::int64_t weight_rows : {128, 192, 256}) tiles.push_back({true, 128, weight_rows});
     for (GpuTile tile : tiles) {
       const auto tokens = static_cast<double>(tile.tokens);
       if (!all && (tokens < 0.7 * std::min(mean, 128.0) || (tokens > 5 * mean && tile.tokens > 16))) continue;
       char name[64];
-      std::snprintf(name, sizeof name, "%c%lldx%lld%s", tile.tokens_on_m ? 't' : 'w',
-                    static_cast<long long>(tile.tokens), static_cast<long long>(tile.weight_rows),
-                    tile.cluster > 1 ? "c" : "");
+      std::snprintf(name, sizeof name, "%c%lldx%lld", tile.tokens_on_m ? 't' : 'w', static_cast<long long>(tile.tokens),
+                    static_cast<long long>(tile.weight_rows));
       if (!only.empty() && only != name) continue;
       tile = grouped_gemm::with_stages(tile, problem);
       require(cudaMemset(out.data, 0xFF, static_cast<std::size_t>(args.out.num_bytes())), "poison");

@@ -51,26 +51,6 @@ __device__ __forceinline__ void barrier_wait(std::uint64_t* barrier, std::uint32
       : "memory");
 }
 
-// The barrier at the same place in the shared memory of another block of the cluster.
-__device__ __forceinline__ void barrier_arrive_remote(std::uint64_t* barrier, std::uint32_t rank) {
-  asm volatile(
-      "{\n"
-      ".reg .b32 remote;\n"
-      "mapa.shared::cluster.u32 remote, %0, %1;\n"
-      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n"
-      "}\n" ::"r"(shared_address(barrier)),
-      "r"(rank)
-      : "memory");
-}
-__device__ __forceinline__ std::uint32_t cluster_rank() {
-  std::uint32_t rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
-__device__ __forceinline__ void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
 // Position in a ring of stages: the parity flips at each wrap.
 struct RingPosition {
   std::uint32_t stage = 0;
@@ -99,15 +79,6 @@ __device__ __forceinline__ void tma_load_2d(const CUtensorMap* map, std::uint64_
       "l"(map), "r"(shared_address(barrier)), "r"(c0), "r"(c1)
       : "memory");
 }
-// To the same place in every block of the cluster that `blocks` names, and to the barrier at the same place there.
-__device__ __forceinline__ void tma_load_2d_multicast(const CUtensorMap* map, std::uint64_t* barrier, void* to,
-                                                      std::int32_t c0, std::int32_t c1, std::uint16_t blocks) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
-      " [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(shared_address(to)),
-      "l"(map), "r"(shared_address(barrier)), "r"(c0), "r"(c1), "h"(blocks)
-      : "memory");
-}
 __device__ __forceinline__ void tma_load_4d(const CUtensorMap* map, std::uint64_t* barrier, void* to, std::int32_t c0,
                                             std::int32_t c1, std::int32_t c2, std::int32_t c3) {
   asm volatile(
@@ -116,6 +87,19 @@ __device__ __forceinline__ void tma_load_4d(const CUtensorMap* map, std::uint64_
       "l"(map), "r"(shared_address(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
       : "memory");
 }
+
+// Shared memory to global, both on 16-byte boundaries, by the copy engine: the caller goes on. What ordinary stores wrote
+// must be fenced first by the thread that wrote it.
+__device__ __forceinline__ void async_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ __forceinline__ void bulk_store(void* to, const void* from, std::uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared_address(from)),
+               "r"(bytes)
+               : "memory");
+}
+__device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// The calling thread's bulk stores have read their source; have arrived.
+__device__ __forceinline__ void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+__device__ __forceinline__ void bulk_wait_all() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 // ---------------------------------------------------------------------------------------------------------
 // Warpgroups

@@ -25,7 +25,9 @@ GpuTile with_stages(GpuTile tile, const GpuProblem& p) {
       p.block_scales ? tile.weight_rows / (tile.weight_rows % kScaleBlock == 0 ? kScaleBlock : 64) * tile.tokens * 4
                      : 0;
   const std::int64_t stage_bytes = (tile.weight_rows + tile.tokens) * kStepBytes + scale_bytes + 2 * 8;
-  const std::int64_t fixed_bytes = kAlignSlack + 4 * (3 * p.num_groups + 1);
+  // With tokens on M the finished tile waits in shared memory, in bf16 and 16 bytes more a row.
+  const std::int64_t staging_bytes = tile.tokens_on_m ? tile.tokens * (2 * tile.weight_rows + 16) : 0;
+  const std::int64_t fixed_bytes = kAlignSlack + staging_bytes + 4 * (3 * p.num_groups + 1);
   tile.stages = std::min(kMaxStages, (p.shared_bytes - fixed_bytes) / stage_bytes);
   tile.shared_bytes = fixed_bytes + tile.stages * stage_bytes;
   return tile;
@@ -38,16 +40,17 @@ GpuTile choose_tile(const GpuProblem& p) {
   const std::int64_t groups = std::max<std::int64_t>(1, std::min(p.num_groups, p.num_rows));
   const double mean = static_cast<double>(p.num_rows) / static_cast<double>(groups);
   GpuTile tile;
-  if (mean > 512) {
+  if (mean > 128 && p.block_scales && p.n <= 2 * p.k) {
+    // Block scales cost least with tokens on M, where a thread needs those of two tokens.
     tile.tokens_on_m = true;
     tile.tokens = 128;
     tile.weight_rows = 256;
     return with_stages(tile, p);
   }
-  tile.tokens = mean > 48 ? 96 : mean > 20 ? 64 : mean > 6 ? 32 : 16;
+  tile.tokens = mean > 512 ? 128 : mean > 48 ? 96 : mean > 20 ? 64 : mean > 6 ? 32 : 16;
   // Two chunks keep the tensor cores busier, but halve the number of tiles: not where they would leave SMs idle.
   const std::int64_t wide_tiles = groups * (p.n / p.part_rows) * ceil_div(p.part_rows, 2 * kScaleBlock);
-  tile.weight_rows = 10 * wide_tiles >= 9 * p.num_sms && tile.tokens != 64 ? 256 : 128;
+  tile.weight_rows = 10 * wide_tiles >= 9 * p.num_sms ? 256 : 128;
   return with_stages(tile, p);
 }
 

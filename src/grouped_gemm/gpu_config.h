@@ -24,7 +24,6 @@ struct GpuTile {
   bool tokens_on_m = false;
   std::int64_t tokens = 8;         // rows of a per tile
   std::int64_t weight_rows = 128;  // rows of w per tile
-  int cluster = 1;                 // blocks that share the tokens of a tile, each with weight rows of its own
   std::int64_t stages = 0;         // of the ring
   std::int64_t shared_bytes = 0;   // of the block
 

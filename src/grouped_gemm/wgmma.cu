@@ -86,7 +86,7 @@ Status run_wgmma_tile(const Args& args, const Ctx& ctx, const GpuTile& tile) {
   SLUICE_TRY(encode<4>("w", p.weights, args.w, w_extent, w_stride, static_cast<cuuint32_t>(tile.weight_rows)));
   const cuuint64_t a_extent[2] = {static_cast<cuuint64_t>(depth), static_cast<cuuint64_t>(num_rows)};
   const cuuint64_t a_stride[1] = {static_cast<cuuint64_t>(args.a.stride[0] * bytes)};
-  SLUICE_TRY(encode<2>("a", p.tokens, args.a, a_extent, a_stride, static_cast<cuuint32_t>(tile.tokens / tile.cluster)));
+  SLUICE_TRY(encode<2>("a", p.tokens, args.a, a_extent, a_stride, static_cast<cuuint32_t>(tile.tokens)));
   p.groups = cuda::DeviceRowGroups::from(args.groups);
   p.num_groups = static_cast<std::int32_t>(problem.num_groups);
   p.num_rows = static_cast<std::int32_t>(num_rows);
@@ -112,7 +112,7 @@ Status run_wgmma_tile(const Args& args, const Ctx& ctx, const GpuTile& tile) {
   p.out = args.out.as<std::uint16_t>();
   p.out_row = args.out.stride[0];
   p.wide = reinterpret_cast<std::uintptr_t>(args.out.data) % 16 == 0 && args.out.stride[0] % 8 == 0 &&
-           (parts == 1 || problem.part_rows % 8 == 0);
+           problem.part_rows % 8 == 0;
 
   const wgmma::Kernel kernel = kernel_for(args, tile);
   if (kernel == nullptr) return {StatusCode::kInternal, "grouped_gemm: no kernel was compiled for " + tile.to_string()};
@@ -124,10 +124,9 @@ Status run_wgmma_tile(const Args& args, const Ctx& ctx, const GpuTile& tile) {
                              "grouped_gemm: number of SMs"));
   // No more blocks than there can be tiles: at most one partly filled row tile a group.
   const std::int64_t row_tiles = num_rows / tile.tokens + std::min(problem.num_groups, num_rows);
-  const std::int64_t clusters =
-      std::min<std::int64_t>(num_sms / tile.cluster, row_tiles * ceil_div(p.column_tiles, tile.cluster));
-  return cuda::launch("grouped_gemm_wgmma", kernel, static_cast<unsigned>(clusters * tile.cluster), wgmma::kThreads,
-                      static_cast<std::size_t>(tile.shared_bytes), cuda::stream_of(ctx), p, tile.cluster);
+  const std::int64_t blocks = std::min<std::int64_t>(num_sms, row_tiles * p.column_tiles);
+  return cuda::launch("grouped_gemm_wgmma", kernel, static_cast<unsigned>(blocks), wgmma::kThreads,
+                      static_cast<std::size_t>(tile.shared_bytes), cuda::stream_of(ctx), p);
 }
 
 }  // namespace sluice::grouped_gemm

@@ -26,14 +26,13 @@ static_assert(kThreads == (1 + kConsumers) * sm90::kWarpgroupThreads);
 constexpr int kScaleWarps = 3;
 constexpr int kConsumerWarps = kConsumers * 4;
 
-template <class Operand_, Scaling kScaling_, bool kTokensOnM_, int kTokens_, int kWeightRows_, int kCluster_>
+template <class Operand_, Scaling kScaling_, bool kTokensOnM_, int kTokens_, int kWeightRows_>
 struct Tiling {
   using Operand = Operand_;
   static constexpr Scaling kScaling = kScaling_;
   static constexpr bool kTokensOnM = kTokensOnM_;
   static constexpr int kTokens = kTokens_;
   static constexpr int kWeightRows = kWeightRows_;
-  static constexpr int kCluster = kCluster_;
   static constexpr bool kPromote = Operand::kPromotes;
 
   // A chunk is what one instruction covers of a warpgroup's half of the tile. The wider it is, the less shared memory is
@@ -51,14 +50,18 @@ struct Tiling {
 
   static constexpr int kWeightBytes = kWeightRows * sm90::kSwizzleBytes;
   static constexpr int kTokenBytes = kTokens * sm90::kSwizzleBytes;
+  // A row of the finished tile in bf16; the 16 bytes more spread neighbouring rows over the banks.
+  static constexpr bool kStaged = kTokensOnM;
+  static constexpr int kStagingPitch = kStaged ? kWeightRows * 2 + 16 : 0;
   static constexpr int kStepElems = sm90::kSwizzleBytes / static_cast<int>(sizeof(typename Operand::Element));
-  static_assert(kTokensOnM ? kTokens == 128 : kCluster == 1 && kWeightRows % 128 == 0);
+  static_assert(kTokensOnM ? kTokens == 128 : kWeightRows % 128 == 0);
 };
 
 struct Shared {
   std::byte* weights;  // [stages][kWeightBytes]
   std::byte* tokens;   // [stages][kTokenBytes]
   float* scales;       // [stages][kPieces][kTokens]
+  std::byte* staging;  // [kTokens][kStagingPitch]: the finished tile in bf16
   std::uint64_t* full;
   std::uint64_t* empty;
   TileTable table;
@@ -71,7 +74,8 @@ __device__ __forceinline__ Shared carve(std::byte* memory, const Params& p) {
   s.tokens = s.weights + p.num_stages * Tiling::kWeightBytes;
   std::byte* const after = s.tokens + p.num_stages * Tiling::kTokenBytes;
   s.scales = reinterpret_cast<float*>(after);
-  s.full = reinterpret_cast<std::uint64_t*>(after + p.num_stages * Tiling::kScaleFloats * 4);
+  s.staging = after + p.num_stages * Tiling::kScaleFloats * 4;
+  s.full = reinterpret_cast<std::uint64_t*>(s.staging + Tiling::kTokens * Tiling::kStagingPitch);
   s.empty = s.full + p.num_stages;
   s.table = TileTable::at(s.empty + p.num_stages, p.num_groups);
   return s;
@@ -81,15 +85,7 @@ __device__ __forceinline__ Shared carve(std::byte* memory, const Params& p) {
 struct Columns {
   std::int32_t part, inside, first;  // matrix, first row inside it, first output column
 };
-template <class Tiling>
-__device__ __forceinline__ Columns columns_of(const Params& p, std::int32_t column_tile) {
-  constexpr int weight_rows = Tiling::kWeightRows;
-  // Blocks of a cluster take neighbouring column tiles of the same rows. The last may be past the end: its part does not
-  // exist, so it loads zeros and stores nothing.
-  if constexpr (Tiling::kCluster > 1) {
-    column_tile = column_tile * Tiling::kCluster + static_cast<std::int32_t>(sm90::cluster_rank());
-    if (column_tile >= p.column_tiles) return {p.column_tiles / p.column_tiles_per_part, p.part_rows, 0};
-  }
+__device__ __forceinline__ Columns columns_of(const Params& p, std::int32_t column_tile, int weight_rows) {
   const std::int32_t part = column_tile / p.column_tiles_per_part;
   const std::int32_t inside = (column_tile - part * p.column_tiles_per_part) * weight_rows;
   return {part, inside, part * p.part_rows + inside};
@@ -105,7 +101,7 @@ __device__ void produce_tiles(const Params& p, const Shared& s, TileWalk walk) {
   const bool leader = threadIdx.x == 0;
   Tile tile;
   while (walk.next(tile)) {
-    const Columns columns = columns_of<Tiling>(p, tile.column_tile);
+    const Columns columns = columns_of(p, tile.column_tile, Tiling::kWeightRows);
     for (std::int32_t step = 0; step < p.num_k_steps; ++step, at.advance(p.num_stages)) {
       if (leader) {
         std::uint64_t* const full = s.full + at.stage;
@@ -114,16 +110,7 @@ __device__ void produce_tiles(const Params& p, const Shared& s, TileWalk walk) {
         const std::int32_t k = step * Tiling::kStepElems;
         std::byte* const weights = s.weights + at.stage * Tiling::kWeightBytes;
         sm90::tma_load_4d(&p.weights, full, weights, k, columns.inside, columns.part, tile.group);
-        std::byte* const tokens = s.tokens + at.stage * Tiling::kTokenBytes;
-        if constexpr (Tiling::kCluster == 1) {
-          sm90::tma_load_2d(&p.tokens, full, tokens, k, tile.row);
-        } else {
-          // Each block loads its share of the rows for all.
-          constexpr int kShare = Tiling::kTokens / Tiling::kCluster;
-          const auto rank = static_cast<std::int32_t>(sm90::cluster_rank());
-          sm90::tma_load_2d_multicast(&p.tokens, full, tokens + rank * kShare * sm90::kSwizzleBytes, k,
-                                      tile.row + rank * kShare, (1u << Tiling::kCluster) - 1);
-        }
+        sm90::tma_load_2d(&p.tokens, full, s.tokens + at.stage * Tiling::kTokenBytes, k, tile.row);
       }
     }
     __syncwarp();
@@ -140,7 +127,7 @@ __device__ void produce_scales(const Params& p, const Shared& s, TileWalk walk, 
   int turn = 0;
   Tile tile;
   while (walk.next(tile)) {
-    const Columns columns = columns_of<Tiling>(p, tile.column_tile);
+    const Columns columns = columns_of(p, tile.column_tile, Tiling::kWeightRows);
     const float* const w_scale =
         p.w_scale + tile.group * p.w_scale_group + columns.part * p.scale_rows_per_part * p.w_scale_row;
     const float* const a_scale = p.a_scale + tile.row * p.a_scale_row;
@@ -221,14 +208,9 @@ __device__ __forceinline__ void multiply(std::uint64_t m_side, std::uint64_t n_s
   }
 }
 
-// A warp is done with a stage; every block that writes into it is told.
-template <class Tiling>
+// A warp is done with a stage.
 __device__ __forceinline__ void release(const Shared& s, std::uint32_t stage, int lane) {
-  if constexpr (Tiling::kCluster == 1) {
-    if (lane == 0) sm90::barrier_arrive(s.empty + stage);
-  } else {
-    if (lane < Tiling::kCluster) sm90::barrier_arrive_remote(s.empty + stage, static_cast<std::uint32_t>(lane));
-  }
+  if (lane == 0) sm90::barrier_arrive(s.empty + stage);
 }
 
 // What a warpgroup reads of a stage.
@@ -270,15 +252,7 @@ __device__ void consume(const Params& p, const Shared& s, TileWalk walk) {
   };
   Tile tile;
   while (walk.next(tile)) {
-    const Columns columns = columns_of<T>(p, tile.column_tile);
-    // With tokens on M a warpgroup may have no rows of a short tile: it leaves the tensor cores to the other one.
-    if (T::kTokensOnM && tile.row + warpgroup * 64 >= tile.end) {
-      for (std::int32_t step = 0; step < p.num_k_steps; ++step, at.advance(p.num_stages)) {
-        sm90::barrier_wait(s.full + at.stage, at.parity);
-        release<T>(s, at.stage, lane);
-      }
-      continue;
-    }
+    const Columns columns = columns_of(p, tile.column_tile, T::kWeightRows);
     Accumulator acc[kChunks][T::kRegs];
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
@@ -295,11 +269,11 @@ __device__ void consume(const Params& p, const Shared& s, TileWalk walk) {
         for (int c = 0; c < kChunks; ++c) start<T>(v, c, acc[c], true);
         commit();
         wait<1>();
-        if (step > 0) release<T>(s, previous, lane);
+        if (step > 0) release(s, previous, lane);
         previous = at.stage;
       }
       wait<0>();
-      release<T>(s, previous, lane);
+      release(s, previous, lane);
     } else if constexpr (T::kTwoSets && kChunks == 1) {
       // Two blocks of 128 k in flight, the first promoted while the second is summed. A pipeline across turns of the loop
       // would leave no gap, but ptxas gives up on it and serialises everything (C7514).
@@ -319,11 +293,11 @@ __device__ void consume(const Params& p, const Shared& s, TileWalk walk) {
         wait<1>();
         hold(part[0]);
         promote<T>(acc[0], part[0], v.scales);
-        release<T>(s, first, lane);
+        release(s, first, lane);
         wait<0>();
         hold(part[1]);
         promote<T>(acc[0], part[1], w.scales);
-        release<T>(s, at.stage, lane);
+        release(s, at.stage, lane);
         at.advance(p.num_stages);
       }
       if (left == 1) {
@@ -334,7 +308,7 @@ __device__ void consume(const Params& p, const Shared& s, TileWalk walk) {
         wait<0>();
         hold(part[0]);
         promote<T>(acc[0], part[0], v.scales);
-        release<T>(s, at.stage, lane);
+        release(s, at.stage, lane);
         at.advance(p.num_stages);
       }
     } else {
@@ -366,16 +340,19 @@ __device__ void consume(const Params& p, const Shared& s, TileWalk walk) {
             promote<T>(acc[c], part, v.scales + c * T::kTokens);
           }
         }
-        release<T>(s, at.stage, lane);
+        release(s, at.stage, lane);
       }
     }
+    await_staging<T>();
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
       const int m = T::kTokensOnM ? warp_row : c * kBlock + warp_row;
       const int n = T::kTokensOnM ? c * kBlock : 0;
-      store<T::kScaling, T::kTokensOnM, T::kN>(p, acc[c], tile, columns, m, n, lane);
+      store<T>(p, acc[c], s.staging, tile, columns, m, n, lane);
     }
+    flush<T>(p, s.staging, tile, columns, warp_row, lane);
   }
+  if constexpr (T::kStaged) sm90::bulk_wait_all();
 }
 
 template <class T>
@@ -385,20 +362,18 @@ __global__ void __launch_bounds__(kThreads, 1) grouped_gemm_wgmma(const __grid_c
   constexpr bool kScaled = T::kScaling == Scaling::kBlock;
   const int warp = static_cast<int>(threadIdx.x / 32);
   if (warp == 0) {
-    s.table.fill(p.groups, p.num_rows, T::kTokens, (p.column_tiles + T::kCluster - 1) / T::kCluster);
+    s.table.fill(p.groups, p.num_rows, T::kTokens, p.column_tiles);
   } else if (threadIdx.x == 32) {
     sm90::prefetch_map(&p.weights);
     sm90::prefetch_map(&p.tokens);
     for (std::uint32_t i = 0; i < p.num_stages; ++i) {
       sm90::barrier_init(s.full + i, kScaled ? 2 : 1);
-      sm90::barrier_init(s.empty + i, kConsumerWarps * T::kCluster);
+      sm90::barrier_init(s.empty + i, kConsumerWarps);
     }
     sm90::barrier_init_fence();
   }
-  if constexpr (T::kCluster > 1) sm90::cluster_sync();
   __syncthreads();
-  const TileWalk walk{s.table, T::kTokens, static_cast<std::int32_t>(blockIdx.x) / T::kCluster,
-                      static_cast<std::int32_t>(gridDim.x) / T::kCluster};
+  const TileWalk walk{s.table, T::kTokens, static_cast<std::int32_t>(blockIdx.x), static_cast<std::int32_t>(gridDim.x)};
   if (warp < 4) {
     sm90::registers_shrink<56>();
     if (warp == 0) {
@@ -410,8 +385,6 @@ __global__ void __launch_bounds__(kThreads, 1) grouped_gemm_wgmma(const __grid_c
     sm90::registers_grow<224>();
     consume<T>(p, s, walk);
   }
-  // No block leaves while others may still write into its memory or arrive at its barriers.
-  if constexpr (T::kCluster > 1) sm90::cluster_sync();
 }
 
 }  // namespace sluice::grouped_gemm::wgmma

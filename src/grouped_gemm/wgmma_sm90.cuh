@@ -132,12 +132,50 @@ __device__ __forceinline__ void transpose_quad(std::uint32_t (&w)[4]) {
   }
 }
 
-// Eight neighbouring columns of one row, those below `limit`.
-__device__ __forceinline__ void store_eight(const Params& p, std::int64_t row, std::int32_t first, std::int32_t column,
-                                            std::int32_t limit, const std::uint32_t (&w)[4]) {
-  std::uint16_t* const to = p.out + row * p.out_row + first + column;
-  if (p.wide && column + 8 <= limit) {
-    *reinterpret_cast<uint4*>(to) = make_uint4(w[0], w[1], w[2], w[3]);
+// With tokens on M a warp owns sixteen rows of the tile: it writes them to shared memory, and the copy engine takes them
+// away row by row while the next tile is summed. With weights on M a row is spread over all warps, and waiting for each
+// other cost more than it gave (docs/performance.md): values go straight to memory, eight columns a lane.
+
+// The copies of the tile before have read the staging area.
+template <class T>
+__device__ __forceinline__ void await_staging() {
+  if constexpr (T::kStaged) {
+    sm90::bulk_wait_read();
+    __syncwarp();
+  }
+}
+
+template <class T, class Columns>
+__device__ __forceinline__ void flush(const Params& p, const std::byte* staging, const Tile& tile,
+                                      const Columns& columns, int warp_row, int lane) {
+  if constexpr (T::kStaged) {
+    if (!p.wide) return;
+    sm90::async_fence();
+    __syncwarp();
+    const int row = warp_row + lane;
+    if (lane < 16 && tile.row + row < tile.end) {
+      const int width = min(T::kWeightRows, p.part_rows - columns.inside);
+      sm90::bulk_store(p.out + (tile.row + row) * p.out_row + columns.first, staging + row * T::kStagingPitch,
+                       static_cast<std::uint32_t>(2 * width));
+    }
+    sm90::bulk_commit();
+  }
+}
+
+// Eight neighbouring columns of one row of the tile, those below `limit`.
+template <class T>
+__device__ __forceinline__ void store_eight(const Params& p, std::byte* staging, const Tile& tile, int row,
+                                            std::int32_t first, std::int32_t column, std::int32_t limit,
+                                            const std::uint32_t (&w)[4]) {
+  const uint4 bits = make_uint4(w[0], w[1], w[2], w[3]);
+  if (T::kStaged && p.wide) {
+    *reinterpret_cast<uint4*>(staging + row * T::kStagingPitch + 2 * column) = bits;
+    return;
+  }
+  if (tile.row + row >= tile.end) return;
+  std::uint16_t* const to = p.out + (tile.row + row) * p.out_row + first + column;
+  if (p.wide && column < limit) {
+    *reinterpret_cast<uint4*>(to) = bits;  // limit is a multiple of eight
     return;
   }
 #pragma unroll
@@ -146,11 +184,14 @@ __device__ __forceinline__ void store_eight(const Params& p, std::int64_t row, s
   }
 }
 
-// One chunk of a finished tile: scales of rows and channels, bias, one rounding, 16-byte stores. `m` and `n` are where
-// the warp's and the chunk's values start on the two sides, in rows of the tile.
-template <Scaling kScaling, bool kTokensOnM, int kN, class Accumulator, class Columns>
-__device__ __forceinline__ void store(const Params& p, const Accumulator (&acc)[kN / 2], const Tile& tile,
-                                      const Columns& columns, int m, int n, int lane) {
+// One chunk of a finished tile: scales of rows and channels, bias, one rounding. `m` and `n` are where the warp's and the
+// chunk's values start on the two sides, in rows of the tile.
+template <class T, class Accumulator, class Columns>
+__device__ __forceinline__ void store(const Params& p, const Accumulator (&acc)[T::kRegs], std::byte* staging,
+                                      const Tile& tile, const Columns& columns, int m, int n, int lane) {
+  constexpr Scaling kScaling = T::kScaling;
+  constexpr bool kTokensOnM = T::kTokensOnM;
+  constexpr int kN = T::kN;
   const int g = lane / 4;
   const int q = lane % 4;
   const std::int32_t limit = p.part_rows - columns.inside;  // weight rows left in this matrix
@@ -190,12 +231,11 @@ __device__ __forceinline__ void store(const Params& p, const Accumulator (&acc)[
     static_assert(kN % 32 == 0);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const std::int32_t row = tile.row + m + g + 8 * half;
 #pragma unroll
       for (int j = 0; j < kN / 8; j += 4) {
         std::uint32_t w[4] = {packed(j, half), packed(j + 1, half), packed(j + 2, half), packed(j + 3, half)};
         transpose_quad(w);
-        if (row < tile.end) store_eight(p, row, columns.first, n + 8 * (j + q), limit, w);
+        store_eight<T>(p, staging, tile, m + g + 8 * half, columns.first, n + 8 * (j + q), limit, w);
       }
     }
   } else {
@@ -210,8 +250,7 @@ __device__ __forceinline__ void store(const Params& p, const Accumulator (&acc)[
       w[3] = kSingle ? 0u : sm90::transpose_8x8(packed(kSingle ? j : j + 1, 1));
       transpose_quad(w);
       const int token = n + 8 * (j + q / 2) + g;
-      if ((!kSingle || q < 2) && tile.row + token < tile.end)
-        store_eight(p, tile.row + token, columns.first, m + 8 * (q % 2), limit, w);
+      if (!kSingle || q < 2) store_eight<T>(p, staging, tile, token, columns.first, m + 8 * (q % 2), limit, w);
     }
   }
 }

@@ -7,25 +7,23 @@ namespace sluice::grouped_gemm::wgmma {
 
 template <class Operand, Scaling kScaling, int kTokens>
 Kernel weights_on_m(const GpuTile& tile) {
-  if (tile.weight_rows == 128) return grouped_gemm_wgmma<Tiling<Operand, kScaling, false, kTokens, 128, 1>>;
-  if (tile.weight_rows == 256) return grouped_gemm_wgmma<Tiling<Operand, kScaling, false, kTokens, 256, 1>>;
+  if (tile.weight_rows == 128) return grouped_gemm_wgmma<Tiling<Operand, kScaling, false, kTokens, 128>>;
+  if (tile.weight_rows == 256) return grouped_gemm_wgmma<Tiling<Operand, kScaling, false, kTokens, 256>>;
   return nullptr;
 }
 
-template <class Operand, Scaling kScaling, int kCluster>
+template <class Operand, Scaling kScaling>
 Kernel tokens_on_m(const GpuTile& tile) {
   if (tile.tokens != 128) return nullptr;
-  if (tile.weight_rows == 128) return grouped_gemm_wgmma<Tiling<Operand, kScaling, true, 128, 128, kCluster>>;
-  if (tile.weight_rows == 192) return grouped_gemm_wgmma<Tiling<Operand, kScaling, true, 128, 192, kCluster>>;
-  if (tile.weight_rows == 256) return grouped_gemm_wgmma<Tiling<Operand, kScaling, true, 128, 256, kCluster>>;
+  if (tile.weight_rows == 128) return grouped_gemm_wgmma<Tiling<Operand, kScaling, true, 128, 128>>;
+  if (tile.weight_rows == 192) return grouped_gemm_wgmma<Tiling<Operand, kScaling, true, 128, 192>>;
+  if (tile.weight_rows == 256) return grouped_gemm_wgmma<Tiling<Operand, kScaling, true, 128, 256>>;
   return nullptr;
 }
 
 template <class Operand, Scaling kScaling>
 Kernel kernel_of(const GpuTile& tile) {
-  if (tile.tokens_on_m) {
-    return tile.cluster == 2 ? tokens_on_m<Operand, kScaling, 2>(tile) : tokens_on_m<Operand, kScaling, 1>(tile);
-  }
+  if (tile.tokens_on_m) return tokens_on_m<Operand, kScaling>(tile);
   switch (tile.tokens) {
     case 8: return weights_on_m<Operand, kScaling, 8>(tile);
     case 16: return weights_on_m<Operand, kScaling, 16>(tile);
