@@ -167,27 +167,39 @@ struct Variant {
   DType expert_dtype;
   DType shared_dtype;
   ScaleFormat activation_scale = ScaleFormat::kF32;
+  bool row_scales = false;
 };
 inline void PrintTo(const Variant& v, std::ostream* os) { *os << v.name; }
 inline constexpr Variant kVariants[] = {
     {"w8a8", Precision::kW8A8, DType::kE4M3, DType::kE4M3},
     {"w8a8_ue8m0", Precision::kW8A8, DType::kE4M3, DType::kE4M3, ScaleFormat::kUe8m0},
     {"w8a8_bf16_shared", Precision::kW8A8, DType::kE4M3, DType::kBF16},
+    {"w8a8_rows", Precision::kW8A8, DType::kE4M3, DType::kE4M3, ScaleFormat::kF32, true},
+    {"w8a8_i8", Precision::kW8A8, DType::kI8, DType::kI8},
+    {"w8a8_i8_bf16_shared", Precision::kW8A8, DType::kI8, DType::kBF16},
     {"w8a16", Precision::kW8A16, DType::kE4M3, DType::kE4M3},
+    {"w8a16_i8", Precision::kW8A16, DType::kI8, DType::kI8},
     {"bf16", Precision::kBF16, DType::kBF16, DType::kBF16},
     {"f32_of_e4m3", Precision::kF32, DType::kE4M3, DType::kBF16},
     {"f32_of_bf16", Precision::kF32, DType::kBF16, DType::kBF16},
     {"f32", Precision::kF32, DType::kF32, DType::kF32},
 };
 
+inline const Variant& variant(std::string_view name) {
+  return *std::find_if(std::begin(kVariants), std::end(kVariants), [&](const Variant& v) { return v.name == name; });
+}
+inline RandomLayer model_of(const Variant& v, MoeConfig config = small_config(), bool exact = false) {
+  config.activation_scale = v.activation_scale;
+  return random_layer(
+      config,
+      {.expert_dtype = v.expert_dtype, .shared_dtype = v.shared_dtype, .exact = exact, .row_scales = v.row_scales});
+}
+inline DataPath path_of(const Variant& v) { return *data_path(v.precision, model_of(v).weights.experts); }
+
 class GpuVariants : public GpuTest, public testing::WithParamInterface<Variant> {
  protected:
   Precision precision() const { return GetParam().precision; }
-  RandomLayer model(MoeConfig config, bool exact = false) const {
-    config.activation_scale = GetParam().activation_scale;
-    return random_layer(
-        config, {.expert_dtype = GetParam().expert_dtype, .shared_dtype = GetParam().shared_dtype, .exact = exact});
-  }
+  RandomLayer model(const MoeConfig& config, bool exact = false) const { return model_of(GetParam(), config, exact); }
   // Every GEMM implementation of a GPU that can run this layer; at least one must.
   void for_each_gemm(const RandomLayer& m, LayerOptions options,
                      const std::function<void(const Layer&, const GpuGemm&)>& body) const {

@@ -53,12 +53,6 @@ class Graph {
   cudaGraphExec_t exec_ = nullptr;
 };
 
-RandomLayer model_of(const Variant& v) {
-  MoeConfig config = small_config();
-  config.activation_scale = v.activation_scale;
-  return random_layer(config, {.expert_dtype = v.expert_dtype, .shared_dtype = v.shared_dtype});
-}
-
 INSTANTIATE_TEST_SUITE_P(Graphs, GpuVariants, testing::ValuesIn(kVariants), variant_name);
 
 // One graph, replayed with other routing from larger to smaller to empty and back: each time the bits of an eager call.
@@ -110,7 +104,7 @@ TEST_P(GpuVariants, TheOtherEntryPointsCanBeCapturedToo) {
   LayerOptions options = gpu_options(precision(), 16);
   options.max_rows_per_expert = 8;
   options.routed_only = true;
-  const DataPath path = *data_path(precision(), GetParam().expert_dtype);
+  const DataPath path = path_of(GetParam());
   for_each_gemm(m, options, [&](const Layer& layer, const GpuGemm&) {
     const Stream stream;
     Buffer x = random_x(16, 256), rows = random_x(128, 256, 9);
@@ -175,7 +169,7 @@ using LayerAsyncCuda = GpuTest;
 
 // One layer, eight threads, each with a stream and a workspace of its own.
 TEST_F(LayerAsyncCuda, OneLayerManyThreadsAndStreams) {
-  const RandomLayer m = model_of(kVariants[0]);
+  const RandomLayer m = model_of(variant("w8a8"));
   Result<Layer> layer = make_gpu_layer(m, gpu_options(Precision::kW8A8, 64));
   ASSERT_TRUE(layer.is_ok()) << layer.status().message();
   std::vector<Outcome> want;
@@ -209,7 +203,7 @@ TEST_F(LayerAsyncCuda, SeveralDevicesAndTheCurrentOneIsPutBack) {
   int count = 0;
   ASSERT_EQ(cudaGetDeviceCount(&count), cudaSuccess);
   if (count < 2) GTEST_SKIP() << "two GPUs are needed, there is one";
-  const RandomLayer m = model_of(kVariants[0]);
+  const RandomLayer m = model_of(variant("w8a8"));
   const Buffer x = random_x(20, 256);
   std::vector<Layer> layers;
   for (int d : {0, 1}) {
@@ -248,7 +242,7 @@ TEST_F(LayerAsyncCuda, SeveralDevicesAndTheCurrentOneIsPutBack) {
 // Every wrong call is made while a stream is captured: the graph stays empty, so nothing was launched, and the outputs
 // keep their poison.
 TEST_F(LayerAsyncCuda, WrongCallsAreRefusedBeforeAnyLaunch) {
-  const RandomLayer m = model_of(kVariants[0]);
+  const RandomLayer m = model_of(variant("w8a8"));
   LayerOptions options = gpu_options(Precision::kW8A8, 8);
   options.max_rows_per_expert = 4;
   options.routed_only = true;
@@ -378,7 +372,7 @@ TEST_F(LayerAsyncCuda, WrongCallsAreRefusedBeforeAnyLaunch) {
 }
 
 TEST_F(LayerAsyncCuda, CreateRefusesWeightsOfTheWrongPlace) {
-  const RandomLayer m = model_of(kVariants[0]);
+  const RandomLayer m = model_of(variant("w8a8"));
   const LayerOptions options = gpu_options(Precision::kW8A8, 4);
   const Result<LayerWeights> up = upload(m.weights, kGpu);
   ASSERT_TRUE(up.is_ok());

@@ -43,11 +43,10 @@ INSTANTIATE_TEST_SUITE_P(Paths, GpuVariants, testing::ValuesIn(kVariants), varia
 TEST_P(GpuVariants, ForwardNeitherAllocatesNorWaits) {
   MoeConfig config = small_config();
   config.has_shared_gate = true;
-  const RandomLayer m =
-      random_layer(config, {.expert_dtype = GetParam().expert_dtype, .shared_dtype = GetParam().shared_dtype});
+  const RandomLayer m = model(config);
   LayerOptions options = gpu_options(precision(), 2048);
   options.max_rows_per_expert = 8;
-  const DataPath path = *data_path(precision(), GetParam().expert_dtype);
+  const DataPath path = path_of(GetParam());
   for_each_gemm(m, options, [&](const Layer& layer, const GpuGemm&) {
     EXPECT_GT(g_num_calls.exchange(0), 0) << "the calls of the upload were not counted: this test sees nothing";
     for (std::int64_t tokens : {1, 16, 2048}) {

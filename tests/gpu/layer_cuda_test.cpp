@@ -120,7 +120,7 @@ TEST_P(GpuVariants, TheFourEntryPointsAgree) {
     }
     const std::int64_t rows = tokens * slots;
     ASSERT_EQ(std::ssize(token_of), rows);
-    const DataPath path = *data_path(precision(), GetParam().expert_dtype);
+    const DataPath path = path_of(GetParam());
     Buffer grouped_x(DType::kBF16, {rows + 5, hidden});
     Buffer masked_x(DType::kBF16, {experts * per_expert, hidden});
     for (std::int64_t i = 0; i < rows; ++i) {
@@ -259,9 +259,7 @@ TEST_F(LayerCuda, Case20And97InvalidIdsAreCountedAndLeaveNoTrace) {
 // Case 4: a token of NaN or infinities ends in its own row; the others keep their bits, and its ids are in range.
 TEST_F(LayerCuda, Case4NaNAndInfinityStayInTheirRow) {
   for (const Variant& v : kVariants) {
-    MoeConfig config = small_config();
-    config.activation_scale = v.activation_scale;
-    const RandomLayer m = random_layer(config, {.expert_dtype = v.expert_dtype, .shared_dtype = v.shared_dtype});
+    const RandomLayer m = model_of(v);
     Result<Layer> layer = make_gpu_layer(m, gpu_options(v.precision, 40));
     ASSERT_TRUE(layer.is_ok()) << v.name << ": " << layer.status().message();
     const Buffer good = random_x(40, 256);
@@ -289,15 +287,14 @@ TEST_F(LayerCuda, Case4NaNAndInfinityStayInTheirRow) {
 
 // Offsets and counts no host ever sees: whatever they hold, nothing outside out is touched and the call succeeds.
 TEST_F(LayerCuda, GarbageOffsetsAndCountsStayInBounds) {
-  for (const Variant& v : {kVariants[0], kVariants[4], kVariants[7]}) {
-    const RandomLayer m =
-        random_layer(small_config(), {.expert_dtype = v.expert_dtype, .shared_dtype = v.shared_dtype});
+  for (const Variant& v : {variant("w8a8"), variant("w8a8_i8"), variant("bf16"), variant("f32")}) {
+    const RandomLayer m = model_of(v);
     LayerOptions options = gpu_options(v.precision, 8);
     options.max_rows_per_expert = 8;
     options.routed_only = true;
     Result<Layer> layer = make_gpu_layer(m, options);
     ASSERT_TRUE(layer.is_ok()) << layer.status().message();
-    const DataPath path = *data_path(v.precision, v.expert_dtype);
+    const DataPath path = path_of(v);
     Rng rng(3);
     for (int round = 0; round < 12; ++round) {
       Buffer x = random_x(128, 256);
@@ -354,8 +351,8 @@ TEST_F(LayerCuda, AwkwardSizesAndPlacesAreTheCpus) {
     config.hidden = hidden;
     config.intermediate = intermediate;
     config.shared_intermediate = intermediate + 1;
-    for (const Variant& v : {kVariants[0], kVariants[4], kVariants[7]}) {
-      const RandomLayer m = random_layer(config, {.expert_dtype = v.expert_dtype, .shared_dtype = v.shared_dtype});
+    for (const Variant& v : {variant("w8a8"), variant("w8a8_i8"), variant("bf16"), variant("f32")}) {
+      const RandomLayer m = model_of(v, config);
       Result<Layer> layer = make_gpu_layer(m, gpu_options(v.precision, 19));
       ASSERT_TRUE(layer.is_ok()) << v.name << " H=" << hidden << ": " << layer.status().message();
       Buffer x(DType::kBF16, {19, hidden}, {.row_pitch_elems = hidden + 3, .offset_elems = 1});
