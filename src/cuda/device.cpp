@@ -1,6 +1,7 @@
 // The device interface on the CUDA runtime.
 #include "device/device.h"
 
+#include <dlfcn.h>
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -77,6 +78,22 @@ Result<Memory> memory_of(const void* address) {
     case cudaMemoryTypeHost: return Memory{MemoryKind::kPinned, 0};
     default: return Memory{MemoryKind::kHost, 0};
   }
+}
+
+bool is_gpu_address(const void* address) {
+  using Query = int (*)(void* value, int attribute, std::uintptr_t address);
+  constexpr int kMemoryType = 2, kIsManaged = 8;  // CU_POINTER_ATTRIBUTE_*
+  constexpr unsigned kDeviceMemory = 2;           // CU_MEMORYTYPE_DEVICE
+  void* const driver = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD);
+  if (driver == nullptr) return false;
+  const auto query = reinterpret_cast<Query>(dlsym(driver, "cuPointerGetAttribute"));
+  unsigned type = 0;
+  unsigned managed = 0;
+  const auto at = reinterpret_cast<std::uintptr_t>(address);
+  const bool is_known = query != nullptr && query(&type, kMemoryType, at) == 0;
+  if (is_known) (void)query(&managed, kIsManaged, at);
+  dlclose(driver);
+  return is_known && type == kDeviceMemory && managed == 0;
 }
 
 // ---------------------------------------------------------------------------------------------------------

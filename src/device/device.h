@@ -48,6 +48,10 @@ struct Memory {
 // Whose memory an address is. Neither synchronises nor disturbs a stream that is being captured.
 Result<Memory> memory_of(const void* address);
 
+// Whether a GPU's driver that is in use already knows the address as GPU memory. Starts nothing: a process that uses no GPU
+// pays no context for it.
+bool is_gpu_address(const void* address);
+
 // Bytes on a device, freed there with the object. Move-only.
 class Buffer {
  public:

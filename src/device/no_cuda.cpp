@@ -14,6 +14,8 @@ Findings find() { return {}; }
 
 Result<Memory> memory_of(const void*) { return Memory{}; }
 
+bool is_gpu_address(const void*) { return false; }
+
 Result<Buffer> Buffer::allocate(Device, std::int64_t, std::string_view) { return refuse(); }
 Buffer& Buffer::operator=(Buffer&& other) noexcept {
   std::swap(data_, other.data_);

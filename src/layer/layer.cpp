@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "device/device.h"
 #include "layer/place.h"
 #include "layer/selection.h"
 #include "layer/state.h"
@@ -227,6 +228,10 @@ Status check_places(const LayerWeights& weights, const LayerOptions& options) {
   Status status;
   for_each_tensor(weights, [&](std::string_view name, const TensorView& view) {
     if (status.is_ok()) status = check_place("weights", name, view, options.machine.device);
+    if (status.is_ok() && options.machine.device.kind == DeviceKind::kCpu && device::is_gpu_address(view.data)) {
+      status = {StatusCode::kInvalidArgument,
+                fmt::format("weights: {} is said to be on the CPU, but its address is memory of a GPU", name)};
+    }
   });
   return status;
 }

@@ -391,6 +391,12 @@ TEST_F(LayerAsyncCuda, CreateRefusesWeightsOfTheWrongPlace) {
   LayerOptions cpu = options;
   cpu.machine = Machine::detect_cpu(1);
   EXPECT_THAT(Layer::create(m.config, *up, cpu).status().message(), AllOf(HasSubstr("GPU 0"), HasSubstr("the CPU")));
+  // And by the address, where the label lies.
+  LayerWeights relabelled = m.weights;
+  relabelled.experts.w2.data = up->experts.w2.data;
+  EXPECT_THAT(Layer::create(m.config, relabelled, cpu).status().message(),
+              AllOf(HasSubstr("experts.w2 is said to be on the CPU"), HasSubstr("memory of a GPU")));
+  EXPECT_TRUE(Layer::create(m.config, m.weights, cpu).is_ok());
   LayerOptions checked = options;
   checked.checked = true;
   EXPECT_THAT(Layer::create(m.config, *up, checked).status().message(), HasSubstr("checked needs the host"));
