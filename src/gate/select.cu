@@ -385,6 +385,9 @@ __global__ void __launch_bounds__(128) select_experts(const __grid_constant__ Pa
       my_key = top;
       owner = from;
     }
+    // Nobody goes into the next reduction while the lane that took is still shifting: without this a variant of the loop
+    // was compiled so that it went round alone and two lanes won the same slot.
+    __syncwarp();
   }
   __syncwarp();
   // Equal keys of one lane were taken one after the other: mine is the n-th of them.
