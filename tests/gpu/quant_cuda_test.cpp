@@ -8,6 +8,7 @@
 
 #include "gpu/device_mirror.h"
 #include "harness/buffer.h"
+#include "sluice/stage/combine.h"
 #include "sluice/stage/pack.h"
 #include "sluice/stage/swiglu_quant.h"
 
@@ -369,6 +370,106 @@ TEST_F(QuantCuda, Case58_OffsetsBeyond32Bits) {
   cudaFree(h);
   cudaFree(a);
   cudaFree(scale);
+}
+
+// Device memory of one test; null where there is not enough.
+class DeviceBytes {
+ public:
+  explicit DeviceBytes(std::int64_t bytes) {
+    if (cudaMalloc(&data_, static_cast<std::size_t>(bytes)) != cudaSuccess) data_ = nullptr;
+    cudaGetLastError();
+  }
+  ~DeviceBytes() { cudaFree(data_); }
+  DeviceBytes(const DeviceBytes&) = delete;
+  DeviceBytes& operator=(const DeviceBytes&) = delete;
+  std::byte* data() const { return static_cast<std::byte*>(data_); }
+
+ private:
+  void* data_ = nullptr;
+};
+
+void copy(void* to, const void* from, std::int64_t bytes) {
+  ASSERT_EQ(cudaMemcpy(to, from, static_cast<std::size_t>(bytes), cudaMemcpyDefault), cudaSuccess);
+}
+
+// Rows before and past the offset of 2^31 elements, packed and combined.
+TEST_F(QuantCuda, Case106_RowsOnBothSidesOf2To31Elements) {
+  constexpr std::int64_t kHidden = 7168, kSlots = 8, kTokens = 37504, kRows = kTokens * kSlots;
+  constexpr std::int64_t kBlocks = kHidden / 128;
+  static_assert(kRows * kHidden > std::int64_t{1} << 31);
+  constexpr std::int64_t kBorderToken = (std::int64_t{1} << 31) / kHidden / kSlots;  // its rows hold element 2^31
+  const DeviceBytes x(kTokens * kHidden * 2), rows(kRows * kHidden), scale(kRows * kBlocks * 4), y(kRows * kHidden * 2),
+      out(kTokens * kHidden * 2), slot_row(kRows * 4), row_token(kRows * 4), scratch(kTokens * kBlocks * 4);
+  for (const DeviceBytes* b : {&x, &rows, &scale, &y, &out, &slot_row, &row_token, &scratch}) {
+    if (b->data() == nullptr) GTEST_SKIP() << "needs 8 GB of device memory";
+  }
+  ASSERT_EQ(cudaMemset(x.data(), 0x3F, kTokens * kHidden * 2), cudaSuccess);
+  ASSERT_EQ(cudaMemset(y.data(), 0x3F, kRows * kHidden * 2), cudaSuccess);
+  std::vector<std::int32_t> of_slot(kRows), of_row(kRows);
+  for (std::int32_t r = 0; r < kRows; ++r) {
+    of_slot[static_cast<std::size_t>(r)] = r;
+    of_row[static_cast<std::size_t>(r)] = r / static_cast<std::int32_t>(kSlots);
+  }
+  copy(slot_row.data(), of_slot.data(), kRows * 4);
+  copy(row_token.data(), of_row.data(), kRows * 4);
+  const Device gpu{DeviceKind::kCuda, 0};
+  pack::Args pack;
+  pack.x = TensorView::dense(x.data(), DType::kBF16, {kTokens, kHidden}, gpu);
+  pack.row_token = TensorView::dense(row_token.data(), DType::kI32, {kRows}, gpu);
+  pack.slot_row = TensorView::dense(slot_row.data(), DType::kI32, {kTokens, kSlots}, gpu);
+  pack.rows = TensorView::dense(rows.data(), DType::kE4M3, {kRows, kHidden}, gpu);
+  pack.rows_scale = TensorView::dense(scale.data(), DType::kF32, {kBlocks, kRows}, gpu);
+  combine::Args combine;
+  combine.y = TensorView::dense(y.data(), DType::kBF16, {kRows, kHidden}, gpu);
+  combine.slot_row = pack.slot_row;
+  combine.unweighted = true;
+  combine.out = TensorView::dense(out.data(), DType::kBF16, {kTokens, kHidden}, gpu);
+  const std::int64_t checked[] = {0, kBorderToken - 1, kBorderToken, kBorderToken + 1, kTokens - 1};
+  for (std::int64_t t : checked) {
+    Buffer token(DType::kBF16, {1, kHidden}), of_y(DType::kBF16, {kSlots, kHidden});
+    token.fill_normal(static_cast<std::uint64_t>(t), 2.0);
+    of_y.fill_normal(static_cast<std::uint64_t>(t) + 1, 2.0);
+    copy(pack.x.row(t), token.view().data, kHidden * 2);
+    copy(combine.y.row(t * kSlots), of_y.view().data, kSlots * kHidden * 2);
+  }
+  ASSERT_TRUE(check(pack).is_ok());
+  ASSERT_TRUE(check(combine).is_ok());
+  const Ctx ctx{nullptr, {scratch.data(), static_cast<std::size_t>(kTokens * kBlocks * 4)}, 1};
+  ASSERT_TRUE(gpu_impl(pack::impls()).run(pack, ctx).is_ok());
+  ASSERT_TRUE(gpu_impl(combine::impls()).run(combine, ctx).is_ok());
+  ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+  for (std::int64_t t : checked) {
+    SCOPED_TRACE("token " + std::to_string(t));
+    Buffer token(DType::kBF16, {1, kHidden}), of_y(DType::kBF16, {kSlots, kHidden});
+    token.fill_normal(static_cast<std::uint64_t>(t), 2.0);
+    of_y.fill_normal(static_cast<std::uint64_t>(t) + 1, 2.0);
+    Buffer want(DType::kE4M3, {1, kHidden}), want_scale(DType::kF32, {kBlocks, 1}),
+        want_out(DType::kBF16, {1, kHidden});
+    Buffer slots(DType::kI32, {1, kSlots}), got(DType::kE4M3, {1, kHidden}), got_out(DType::kBF16, {1, kHidden});
+    slots.fill_with([](std::int64_t s) { return static_cast<double>(s); });
+    pack::Args small_pack;
+    small_pack.x = token.view();
+    small_pack.rows = want.view();
+    small_pack.rows_scale = want_scale.view();
+    ASSERT_TRUE(pack::impls().back().run(small_pack, {}).is_ok());
+    combine::Args small;
+    small.y = of_y.view();
+    small.slot_row = slots.view();
+    small.unweighted = true;
+    small.out = want_out.view();
+    ASSERT_TRUE(combine::impls().back().run(small, {}).is_ok());
+    for (std::int64_t r = t * kSlots; r < (t + 1) * kSlots; ++r) {
+      copy(got.view().data, pack.rows.row(r), kHidden);
+      EXPECT_EQ(got.bytes(), want.bytes()) << "row " << r;
+      for (std::int64_t b = 0; b < kBlocks; ++b) {
+        float value = 0;
+        copy(&value, scale.data() + (b * kRows + r) * 4, 4);
+        ASSERT_EQ(static_cast<double>(value), want_scale.at(b)) << "row " << r << ", block " << b;
+      }
+    }
+    copy(got_out.view().data, combine.out.row(t), kHidden * 2);
+    EXPECT_EQ(got_out.bytes(), want_out.bytes());
+  }
 }
 
 }  // namespace
