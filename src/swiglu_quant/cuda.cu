@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "cuda/columns.cuh"
+#include "cuda/fast_math.cuh"
 #include "cuda/launch.h"
 #include "cuda/row_amax.cuh"
 #include "cuda/row_groups.cuh"
@@ -23,7 +24,8 @@ namespace {
 using namespace sluice::cuda;  // NOLINT: the device helpers, in this file alone
 
 constexpr int kDirectThreads = 256;
-constexpr int kTableThreads = 1024;
+constexpr int kTableThreads = 512;
+constexpr int kTableBlocksPerSm = 2;
 constexpr int kWarpRows = 4;
 // Making a table takes a thread block some 2 us; it saves that from about a million elements on every 132 blocks.
 constexpr std::int64_t kMinElemsForTable = std::int64_t{1} << 23;
@@ -71,6 +73,18 @@ __device__ __forceinline__ int activate_unit(const Params& p, std::int64_t row, 
   float u[kUnitColumns];
   load_unit(h, count, p.wide_g && count == kUnitColumns, v);
   load_unit(count > 0 ? h + p.width : h, count, p.wide_u && count == kUnitColumns, u);
+  // Gates are nearly always so small that the sigmoid has nothing to guard against; false for NaN.
+  const float steepness = p.activation.kind == ActivationKind::kGptOss ? fabsf(p.activation.alpha) : 1.0f;
+  if (__fmul_rn(amax_of(v), steepness) <= kFastLimit) {
+#pragma unroll
+    for (int i = 0; i < kUnitColumns; ++i) {
+      float g = v[i];
+      if (p.activation.kind != ActivationKind::kSilu && g > p.activation.limit) g = p.activation.limit;
+      const float x = p.activation.kind == ActivationKind::kGptOss ? __fmul_rn(p.activation.alpha, g) : g;
+      v[i] = canonical(__fmul_rn(__fmul_rn(g, fast_sigmoid(x)), up_factor(p.activation, u[i])));
+    }
+    return count;
+  }
 #pragma unroll
   for (int i = 0; i < kUnitColumns; ++i)
     v[i] = canonical(__fmul_rn(gate_factor(p.activation, v[i]), up_factor(p.activation, u[i])));
@@ -211,7 +225,7 @@ __global__ void __launch_bounds__(kDirectThreads) swiglu(const __grid_constant__
 
 // bf16 inputs by the table; the next unit is on its way while this one is worked on.
 template <class Q>
-__global__ void __launch_bounds__(kTableThreads, 1) swiglu_by_table(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(kTableThreads, kTableBlocksPerSm) swiglu_by_table(const __grid_constant__ Params p) {
   __shared__ float table[kTableNegative + kTableCount];
   const OwnedRows owned(p.groups, p.num_rows);
   Walk walk(p);
@@ -337,7 +351,7 @@ Status run_cuda(const Args& args, const Ctx& ctx) {
     int num_sms = 0;
     SLUICE_TRY(to_status(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, args.h.device.index),
                          "swiglu_quant: multiprocessors"));
-    blocks = std::min<std::int64_t>(blocks, num_sms);
+    blocks = std::min<std::int64_t>(blocks, num_sms * kTableBlocksPerSm);
   }
   blocks = std::min<std::int64_t>(blocks, INT32_MAX);
   const std::int64_t num_warps = blocks * (threads / 32);
