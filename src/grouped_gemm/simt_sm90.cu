@@ -67,8 +67,7 @@ __global__ void __launch_bounds__(kThreads) grouped_gemm_simt(const __grid_const
   extern __shared__ __align__(16) std::byte memory[];
   Shared& s = *reinterpret_cast<Shared*>(memory);
   const TileTable table = TileTable::at(memory + sizeof(Shared), p.num_groups);
-  if (threadIdx.x < 32) table.fill(p.groups, p.num_rows, kTokens, p.column_tiles);
-  __syncthreads();
+  table.fill(p.groups, p.num_rows, kTokens, p.column_tiles);
   const int column = static_cast<int>(threadIdx.x) % kColumns;
   const int first_row = static_cast<int>(threadIdx.x) / kColumns * kRowsPerThread;
   const bool int8 = p.a_dtype == DType::kI8 && p.w_dtype == DType::kI8;

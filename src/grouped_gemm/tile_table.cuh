@@ -23,21 +23,30 @@ struct TileTable {
     return {words, words + num_groups, words + 2 * num_groups, num_groups};
   }
 
-  // One warp fills it; the caller synchronises the block afterwards. Offsets and counts are clamped so that no content
-  // of the arrays leads outside the R rows (include/sluice/plan.h, row_range).
+  // The whole block fills it and is synchronised afterwards. All threads read the groups at once: one warp walking through
+  // hundreds of experts would wait for memory at every 32. Offsets and counts are clamped so that no content of the
+  // arrays leads outside the R rows (include/sluice/plan.h, row_range).
   __device__ void fill(const cuda::DeviceRowGroups& groups, std::int32_t num_rows, std::int32_t tile_rows,
                        std::int32_t column_tiles) const {
-    const int lane = static_cast<int>(threadIdx.x % 32);
+    for (auto e = static_cast<std::int32_t>(threadIdx.x); e < num_groups; e += static_cast<std::int32_t>(blockDim.x)) {
+      const cuda::DeviceRowRange range = groups.range(e, num_rows);
+      begin[e] = range.begin;
+      end[e] = range.end;
+    }
+    __syncthreads();
+    if (threadIdx.x < 32) sum_up(tile_rows, column_tiles);
+    __syncthreads();
+  }
+
+  __device__ __forceinline__ std::int32_t num_tiles() const { return before[num_groups]; }
+
+ private:
+  __device__ void sum_up(std::int32_t tile_rows, std::int32_t column_tiles) const {
+    const auto lane = static_cast<std::int32_t>(threadIdx.x);
     std::int32_t total = 0;
     for (std::int32_t first = 0; first < num_groups; first += 32) {
       const std::int32_t e = first + lane;
-      std::int32_t rows = 0;
-      if (e < num_groups) {
-        const cuda::DeviceRowRange range = groups.range(e, num_rows);
-        begin[e] = range.begin;
-        end[e] = range.end;
-        rows = range.end - range.begin;
-      }
+      const std::int32_t rows = e < num_groups ? end[e] - begin[e] : 0;
       const std::int32_t tiles = (rows + tile_rows - 1) / tile_rows * column_tiles;
       std::int32_t sum = tiles;
 #pragma unroll
@@ -50,8 +59,6 @@ struct TileTable {
     }
     if (lane == 0) before[num_groups] = total;
   }
-
-  __device__ __forceinline__ std::int32_t num_tiles() const { return before[num_groups]; }
 };
 
 struct Tile {

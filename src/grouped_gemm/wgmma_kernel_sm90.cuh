@@ -361,9 +361,7 @@ __global__ void __launch_bounds__(kThreads, 1) grouped_gemm_wgmma(const __grid_c
   const Shared s = carve<T>(memory, p);
   constexpr bool kScaled = T::kScaling == Scaling::kBlock;
   const int warp = static_cast<int>(threadIdx.x / 32);
-  if (warp == 0) {
-    s.table.fill(p.groups, p.num_rows, T::kTokens, p.column_tiles);
-  } else if (threadIdx.x == 32) {
+  if (threadIdx.x == 32) {
     sm90::prefetch_map(&p.weights);
     sm90::prefetch_map(&p.tokens);
     for (std::uint32_t i = 0; i < p.num_stages; ++i) {
@@ -372,7 +370,7 @@ __global__ void __launch_bounds__(kThreads, 1) grouped_gemm_wgmma(const __grid_c
     }
     sm90::barrier_init_fence();
   }
-  __syncthreads();
+  s.table.fill(p.groups, p.num_rows, T::kTokens, p.column_tiles);
   const TileWalk walk{s.table, T::kTokens, static_cast<std::int32_t>(blockIdx.x), static_cast<std::int32_t>(gridDim.x)};
   if (warp < 4) {
     sm90::registers_shrink<56>();
