@@ -15,9 +15,11 @@ INSTANTIATE_TEST_SUITE_P(Paths, GpuVariants, testing::ValuesIn(kVariants), varia
 void expect_cpu_rows(const TensorView& got, const TensorView& want, const GpuGemm& gemm, Precision precision) {
   if (gemm.is_exact) {
     EXPECT_TRUE(same_bits(got, want));
-  } else {
-    EXPECT_LE(worst_row(got, want), tensor_core_bound(precision));
+    return;
   }
+  // Results a hair apart may be rounded to neighbours in bf16: 2^-8 of an element, at worst of all of them.
+  const double rounding = got.dtype == DType::kBF16 ? 0x1p-8 : 0;
+  EXPECT_LE(worst_row(got, want), tensor_core_bound(precision) + rounding);
 }
 
 // Gate included; the oracle gets the routing the GPU chose, so that only what follows the gate is compared. The gate's own
@@ -32,8 +34,7 @@ TEST_P(GpuVariants, ForwardIsTheCpuLayer) {
           const Outcome got = run_on_gpu(layer, x.view(), out_dtype);
           const Buffer want =
               routed_on_cpu(m, precision(), x.view(), got.topk_idx.view(), got.topk_weight.view(), out_dtype);
-          expect_cpu_rows(got.out.view(), want.view(), gemm,
-                          precision() == Precision::kF32 && out_dtype == DType::kBF16 ? Precision::kBF16 : precision());
+          expect_cpu_rows(got.out.view(), want.view(), gemm, precision());
           const Outcome cpu = run(make_layer(m, options_for(precision(), tokens)), x.view());
           for (std::int64_t i = 0; i < tokens * m.config.top_k; ++i) {
             EXPECT_EQ(got.topk_idx.at(i), cpu.topk_idx.at(i)) << "slot " << i;
