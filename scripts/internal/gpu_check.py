@@ -289,6 +289,14 @@ def slug(gpu_name):
     return words.removeprefix("nvidia-")
 
 
+def merged(old, record):
+    """`record` with the parts it left out, where an older record of the same day has them of the same commit and GPU."""
+    same = all(old.get(key) == record.get(key) for key in ("schema", "commit", "dirty", "cuda"))
+    if same and old["gpu"]["name"] == record["gpu"]["name"]:
+        record = record | {part: old[part] for part in PARTS if part in old and part not in record}
+    return record | {"left_out": [part for part in PARTS if part not in record]}
+
+
 def main(arguments):
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--build", type=pathlib.Path, required=True)
@@ -320,6 +328,8 @@ def main(arguments):
         record["sanitizers"] = run_sanitizers(build)
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / f"{slug(record['gpu']['name'])}-{now.strftime('%Y-%m-%d')}.json"
+    if path.is_file():
+        record = merged(json.loads(path.read_text()), record)
     path.write_text(json.dumps(record, indent=1) + "\n")
     say(f"wrote {path}")
     tests, sanitizers = record.get("tests", {}), record.get("sanitizers", {})

@@ -160,6 +160,15 @@ class Judgement(unittest.TestCase):
             with self.assertRaises(SystemExit):
                 gpu_check.describe_build(folder, "def")
 
+    def test_a_run_in_parts_becomes_one_record(self):
+        old = {"schema": 1, "commit": "a", "dirty": False, "cuda": "13", "gpu": {"name": "G"}, "tests": {"passed": 1}, "left_out": []}
+        new = {"schema": 1, "commit": "a", "dirty": False, "cuda": "13", "gpu": {"name": "G"}, "bench": {}, "left_out": []}
+        self.assertEqual(gpu_check.merged(old, new)["tests"], {"passed": 1})
+        self.assertEqual(gpu_check.merged(old, new)["left_out"], ["sanitizers", "peers"])
+        self.assertEqual(gpu_check.merged(old, new | {"tests": {"passed": 2}})["tests"], {"passed": 2})
+        for other in ({"commit": "b"}, {"dirty": True}, {"gpu": {"name": "H"}}):
+            self.assertNotIn("tests", gpu_check.merged(old, new | other))
+
     def test_names_of_files(self):
         self.assertEqual(gpu_check.slug("NVIDIA H200"), "h200")
         self.assertEqual(gpu_check.slug("NVIDIA H100 80GB HBM3"), "h100-80gb-hbm3")
