@@ -20,17 +20,18 @@ struct Shape {
   GateId gate;
   std::int64_t n_group, topk_group;
   Precision precision;
+  bool by_plain_loops = true;  // seconds each: not where another shape has the same sizes
 };
 constexpr Shape kShapes[] = {
     {"deepseek_v3", 256, 7168, 2048, 8, 2048, GateId::kG3, 8, 4, Precision::kW8A8},
-    {"kimi_k2", 384, 7168, 2048, 8, 2048, GateId::kG3, 1, 1, Precision::kW8A8},
+    {"kimi_k2", 384, 7168, 2048, 8, 2048, GateId::kG3, 1, 1, Precision::kW8A8, false},
     {"qwen3_30b", 128, 2048, 768, 8, 0, GateId::kG4, 1, 1, Precision::kW8A8},
     {"qwen3_30b_bf16", 128, 2048, 768, 8, 0, GateId::kG4, 1, 1, Precision::kBF16},
     {"qwen3_235b", 128, 4096, 1536, 8, 0, GateId::kG4, 1, 1, Precision::kW8A8},
     {"glm_4_5", 160, 5120, 1536, 8, 1536, GateId::kG3, 1, 1, Precision::kW8A8},
     {"deepseek_v2_lite_bf16", 64, 2048, 1408, 6, 2816, GateId::kG1, 1, 1, Precision::kBF16},
     {"mixtral_bf16", 8, 4096, 14336, 2, 0, GateId::kG4, 1, 1, Precision::kBF16},
-    {"mixtral_w8a16", 8, 4096, 14336, 2, 0, GateId::kG4, 1, 1, Precision::kW8A16},
+    {"mixtral_w8a16", 8, 4096, 14336, 2, 0, GateId::kG4, 1, 1, Precision::kW8A16, false},
 };
 void PrintTo(const Shape& s, std::ostream* os) { *os << s.name; }
 
@@ -172,7 +173,7 @@ TEST_P(ShapesCuda, SampledRowsAreTheReferences) {
     Buffer ids(DType::kI32, {1, s.top_k});
     ids.fill_with([](std::int64_t i) { return static_cast<double>(i); });
     const Buffer want = routed_on_cpu(own, s.precision, x.view().slice(t, 1), ids.view(),
-                                      got.topk_weight.view().slice(t, 1), DType::kF32, t == 0);
+                                      got.topk_weight.view().slice(t, 1), DType::kF32, s.by_plain_loops && t == 0);
     EXPECT_LE(worst_row(got.out.view().slice(t, 1), want.view()), tensor_core_bound(s.precision)) << "token " << t;
   }
 
