@@ -208,8 +208,9 @@ __device__ __forceinline__ void multiply(std::uint64_t m_side, std::uint64_t n_s
   }
 }
 
-// A warp is done with a stage.
+// A warp is done with a stage: all of its lanes have read their scales before one says so for them.
 __device__ __forceinline__ void release(const Shared& s, std::uint32_t stage, int lane) {
+  __syncwarp();
   if (lane == 0) sm90::barrier_arrive(s.empty + stage);
 }
 

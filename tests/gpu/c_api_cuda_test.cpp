@@ -1,6 +1,7 @@
 // A layer on a GPU through the C ABI: from a checkpoint and from host weights, on a stream, with the C++ layer's bits.
 #include "sluice/c_api.h"
 
+#include "harness/source_dir.h"
 #include "gpu/gpu_layer.h"
 
 namespace sluice::test {
@@ -95,8 +96,8 @@ TEST_F(CApiCuda, CheckpointsAreUploaded) {
   options.first_expert = 4;
   options.num_local = 8;
   sluice_layer* layer = nullptr;
-  EXPECT_EQ(sluice_layer_create_from_checkpoint(context, SLUICE_SOURCE_DIR "/data/tiny-dsv3", 1, &options, &layer),
-            SLUICE_OK)
+  const std::string model = (source_dir() / "data" / "tiny-dsv3").string();
+  EXPECT_EQ(sluice_layer_create_from_checkpoint(context, model.c_str(), 1, &options, &layer), SLUICE_OK)
       << sluice_last_error(context);
   std::vector<char> text(sluice_layer_describe(layer, nullptr, 0) + 1);
   sluice_layer_describe(layer, text.data(), text.size());

@@ -7,6 +7,7 @@
 #include <map>
 
 #include "gpu/gpu_layer.h"
+#include "harness/source_dir.h"
 #include "harness/codec.h"
 #include "io/safetensors.h"
 #include "sluice/checkpoint.h"
@@ -196,7 +197,7 @@ TEST_P(ShapesCuda, SampledRowsAreTheReferences) {
 
 // ---------------------------------------------------------------------------------------------------------
 
-const std::filesystem::path kModel = std::filesystem::path(SLUICE_SOURCE_DIR) / "data" / "tiny-dsv3";
+const std::filesystem::path kModel = source_dir() / "data" / "tiny-dsv3";
 
 TensorView view_of(const io::SafetensorsFile& file, const std::string& name) {
   const io::TensorEntry* entry = file.find(name);
