@@ -182,8 +182,9 @@ Outcome explain(const ExplainOptions& options, bool json) {
       if (!json) fmt::print("\n{}: not possible: {}\n", to_string(precision), can.message());
       continue;
     }
-    Result<LayerWeights> weights = make_weights(c, subject->experts_for(precision), subject->shared_for(precision),
-                                                Fill::kNone, 1, machine.num_threads);
+    Result<LayerWeights> weights =
+        make_weights(c, {subject->experts_for(precision), subject->experts_by_row},
+                     {subject->shared_for(precision), subject->shared_by_row}, Fill::kNone, 1, machine.num_threads);
     if (!weights) return weights.status();
     if (chosen->is_gpu()) {
       for_each_tensor(*weights, [&](std::string_view, TensorView& view) { view.device = chosen->machine.device; });

@@ -16,6 +16,8 @@ void on_signal(int number) {
 void catch_interrupts() {
   std::signal(SIGINT, on_signal);
   std::signal(SIGTERM, on_signal);
+  std::signal(SIGHUP, on_signal);  // a closed terminal
+  std::signal(SIGXFSZ, SIG_IGN);   // a file size limit then is an error of write, with its clean-up
 }
 
 bool is_interrupted() { return g_interrupted != 0; }

@@ -72,11 +72,14 @@ class Maker {
     return {};
   }
   // [n,k] matrices whose products with unit inputs stay near 1. Random e4m3 bytes below have a deviation near 1.
-  Status matrix(TensorView& w, TensorView& w_scale, DType dtype, std::int64_t l, std::int64_t n, std::int64_t k,
-                std::int64_t scale_rows) {
+  Status matrix(TensorView& w, TensorView& w_scale, const WeightForm& form, std::int64_t l, std::int64_t n,
+                std::int64_t k, std::int64_t scale_rows) {
     const double deviation = 1 / std::sqrt(static_cast<double>(k));
-    SLUICE_TRY(tensor(w, dtype, {l, n, k}, deviation));
-    if (dtype != DType::kE4M3) return {};
+    SLUICE_TRY(tensor(w, form.dtype, {l, n, k}, deviation));
+    if (!is_quantised(form.dtype)) return {};
+    constexpr double kInt8Deviation = 73.6;  // of random bytes
+    if (form.row_scales)
+      return scales(w_scale, {l, n, 1}, form.dtype == DType::kI8 ? deviation / kInt8Deviation : deviation);
     return scales(w_scale, {l, scale_rows, ceil_div(k, kScaleBlock)}, deviation);
   }
 
@@ -95,6 +98,11 @@ class Maker {
           if (view.dtype == DType::kE4M3) {
             // Sign and 3 mantissa bits random, exponent 4..7: magnitudes 0.125 to 1.875, like scaled-down normals.
             bytes[j] = static_cast<unsigned char>((z & 0x87) | ((4 + (z >> 3 & 3)) << 3));
+            z >>= 8;
+            continue;
+          }
+          if (view.dtype == DType::kI8) {
+            bytes[j] = static_cast<unsigned char>(z & 0xFF);
             z >>= 8;
             continue;
           }
@@ -141,18 +149,18 @@ std::int64_t weights_bytes(const MoeConfig& c, DType experts, DType shared) {
          gate;
 }
 
-Result<LayerWeights> make_weights(const MoeConfig& c, DType experts, DType shared, Fill fill, std::uint64_t seed,
-                                  int num_threads) {
+Result<LayerWeights> make_weights(const MoeConfig& c, WeightForm experts, WeightForm shared, Fill fill,
+                                  std::uint64_t seed, int num_threads) {
   LayerWeights w;
   Maker maker(w, fill, seed, num_threads);
   const std::int64_t H = c.hidden, E = c.num_experts;
   SLUICE_TRY(maker.tensor(w.w_gate, DType::kBF16, {E, H}, 1 / std::sqrt(static_cast<double>(H))));
   if (c.gate.has_router_bias) SLUICE_TRY(maker.tensor(w.router_bias, DType::kF32, {E}, 0.1));
   if (c.gate.has_score_bias) SLUICE_TRY(maker.tensor(w.score_bias, DType::kF32, {E}, 0.01));
-  const auto ffn = [&](FfnWeights& f, DType dtype, std::int64_t L, std::int64_t I) -> Status {
+  const auto ffn = [&](FfnWeights& f, const WeightForm& form, std::int64_t L, std::int64_t I) -> Status {
     const std::int64_t Ib = ceil_div(I, kScaleBlock), Hb = ceil_div(H, kScaleBlock);
-    SLUICE_TRY(maker.matrix(f.w13, f.w13_scale, dtype, L, 2 * I, H, 2 * Ib));
-    SLUICE_TRY(maker.matrix(f.w2, f.w2_scale, dtype, L, H, I, Hb));
+    SLUICE_TRY(maker.matrix(f.w13, f.w13_scale, form, L, 2 * I, H, 2 * Ib));
+    SLUICE_TRY(maker.matrix(f.w2, f.w2_scale, form, L, H, I, Hb));
     if (c.activation.kind != ActivationKind::kGptOss) return {};
     SLUICE_TRY(maker.tensor(f.w13_bias, DType::kF32, {L, 2 * I}, 0.1));
     return maker.tensor(f.w2_bias, DType::kF32, {L, H}, 0.1);

@@ -14,9 +14,17 @@ enum class Fill {
   kRandom,  // values whose outputs stay near 1
 };
 
-// Weights for `config` with experts and the shared expert in the given dtypes; only the local experts exist.
-Result<LayerWeights> make_weights(const MoeConfig& config, DType experts, DType shared, Fill fill, std::uint64_t seed,
-                                  int num_threads);
+// How the matrices of an FFN are stored. e4m3 has scales of 128x128 blocks or one a row, i8 one a row.
+struct WeightForm {
+  DType dtype = DType::kBF16;
+  bool row_scales = false;
+
+  WeightForm(DType d) : dtype(d), row_scales(d == DType::kI8) {}  // NOLINT: implicit by design
+  WeightForm(DType d, bool rows) : dtype(d), row_scales(d == DType::kI8 || (d == DType::kE4M3 && rows)) {}
+};
+// Weights for `config` with experts and the shared expert in the given forms; only the local experts exist.
+Result<LayerWeights> make_weights(const MoeConfig& config, WeightForm experts, WeightForm shared, Fill fill,
+                                  std::uint64_t seed, int num_threads);
 // Bytes make_weights would map.
 std::int64_t weights_bytes(const MoeConfig& config, DType experts, DType shared);
 

@@ -37,6 +37,10 @@ DType dtype_of_format(const std::string& format) {
   return format == "f32" ? DType::kF32 : DType::kBF16;
 }
 
+bool has_row_scales(const std::string& format) {
+  return format.ends_with("per channel") || format.ends_with("per tensor");
+}
+
 }  // namespace
 
 std::string preset_list() {
@@ -77,6 +81,8 @@ Result<Subject> find_subject(const SubjectOptions& options, bool& usage) {
   // Packed formats are dequantised to bf16 on load.
   subject.experts = dtype_of_format(model->info.expert_format);
   subject.shared = dtype_of_format(model->info.shared_format);
+  subject.experts_by_row = has_row_scales(model->info.expert_format);
+  subject.shared_by_row = has_row_scales(model->info.shared_format);
   subject.model = std::move(*model);
   return subject;
 }

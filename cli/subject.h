@@ -26,6 +26,9 @@ struct Subject {
   DType shared = DType::kBF16;
   std::optional<ModelLayer> model;  // absent for a preset
 
+  bool experts_by_row = false;  // one scale a row instead of 128x128 blocks
+  bool shared_by_row = false;
+
   // The dtypes the weights have when loaded for `precision`: bf16 dequantises e4m3.
   DType experts_for(Precision precision) const;
   DType shared_for(Precision precision) const;

@@ -25,7 +25,7 @@ TEST(Selection, ListsReachEveryStageOrOne) {
   EXPECT_THAT(selection["pack"].disabled, ElementsAre("reference", "cpu"));
   EXPECT_THAT(selection["grouped_gemm"].disabled, ElementsAre("reference"));
   EXPECT_EQ(selection.size(), stage_names().size());
-  ASSERT_TRUE(disable("pack:cpu,,", selection).is_ok());
+  ASSERT_TRUE(disable(" pack:cpu , ,", selection).is_ok());  // blanks round a name are nobody's
   EXPECT_THAT(selection["pack"].disabled, ElementsAre("reference", "cpu"));
 
   std::map<std::string, Selection> forced;
@@ -37,7 +37,7 @@ TEST(Selection, ListsReachEveryStageOrOne) {
 
 TEST(Selection, UnknownNamesAreRefusedWithWhatThereIs) {
   std::map<std::string, Selection> selection;
-  for (const char* list : {"warp9", "reference,warp9", "nostage:cpu", "pack:warp9", ":cpu9", "pack:", " cpu"}) {
+  for (const char* list : {"warp9", "reference,warp9", "nostage:cpu", "pack:warp9", ":cpu9", "pack:", "cp u"}) {
     const Status status = disable(list, selection, "SLUICE_DISABLE");
     EXPECT_EQ(status.code(), StatusCode::kInvalidArgument) << list;
     EXPECT_THAT(status.message(),

@@ -50,11 +50,17 @@ Status resolve_name(std::string_view option, std::string_view word, const Found&
           fmt::format("{}: there is no implementation '{}'; there are {}", option, word, known_names(tables))};
 }
 
+std::string_view without_blanks(std::string_view word) {
+  while (!word.empty() && word.front() == ' ') word.remove_prefix(1);
+  while (!word.empty() && word.back() == ' ') word.remove_suffix(1);
+  return word;
+}
+
 template <class Found>
 Status resolve_list(std::string_view option, std::string_view list, const Found& found) {
   while (!list.empty()) {
     const std::size_t comma = std::min(list.find(','), list.size());
-    const std::string_view word = list.substr(0, comma);
+    const std::string_view word = without_blanks(list.substr(0, comma));
     list.remove_prefix(std::min(comma + 1, list.size()));
     if (word.empty()) continue;
     SLUICE_TRY(resolve_name(option, word, found));

@@ -21,7 +21,6 @@ namespace {
 
 using namespace sluice::cuda;  // NOLINT: the device helpers, in this file alone
 
-constexpr int kMaxSlots = 32;
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 constexpr int kWarpColumns = 32 * kUnitColumns;
