@@ -22,6 +22,7 @@ TEST(Status, CarriesCodeAndText) {
   EXPECT_FALSE(bad.is_ok());
   EXPECT_EQ(bad.code(), StatusCode::kBadData);
   EXPECT_EQ(bad.with_context("layer 4").message(), "layer 4: w[3] is NaN");
+  EXPECT_EQ(bad.with_context("layer 4").with_context("layer 4").message(), "layer 4: w[3] is NaN");
   EXPECT_EQ(bad.with_context("layer 4").code(), StatusCode::kBadData);
   EXPECT_TRUE(Status::ok().with_context("x").is_ok());
   const Result<int> value(3);

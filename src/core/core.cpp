@@ -36,7 +36,9 @@ const std::string& Status::message() const {
 
 Status Status::with_context(std::string_view where) const {
   if (is_ok()) return *this;
-  return {code(), fmt::format("{}: {}", where, message())};
+  // What already says where it happened needs no second word for it.
+  const std::string prefix = fmt::format("{}: ", where);
+  return message().starts_with(prefix) ? *this : Status(code(), prefix + message());
 }
 
 std::string_view to_string(DType dtype) {
