@@ -146,9 +146,12 @@ TEST_F(ConvertCli, WhatItWritesIsInspectedCheckedAndRun) {
     const Ran explained =
         sluice({"explain", "--model", path("out"), "--layer", "1", "--tokens", "3", "--precision", "all", "--json"});
     ASSERT_EQ(explained.code, 0) << explained.err;
-    for (const json& plan : explained.document()["precisions"]) {
+    const json plans = explained.document()["precisions"];
+    EXPECT_EQ(plans.size(), 4u);
+    for (const json& plan : plans) {
       EXPECT_FALSE(plan.contains("cannot_run")) << plan;
       if (plan["precision"] != "w8a8") continue;
+      EXPECT_GT(plan["workspace_bytes"], 0);
       EXPECT_EQ(plan["workspace_bytes"], ran.document()["workspace_bytes"]);
     }
   }
