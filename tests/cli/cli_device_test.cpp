@@ -5,14 +5,19 @@
 namespace sluice::test {
 namespace {
 
-using CliDeviceTest = CliTest;
+const std::vector<std::string> kExplain = {"explain", "--like", "qwen3-30b", "--tokens", "4"};
 
-const std::vector<std::vector<std::string>> kCommands = {
-    {"explain", "--like", "qwen3-30b", "--tokens", "4"},
-    {"check", "--model", kTiny, "--layer", "1", "--tokens", "2", "--precision", "w8a8"},
-    {"run", "--model", kTiny, "--layer", "1", "--input", std::string(kTiny) + "/golden.safetensors:layer1.x",
-     "--output", "/tmp/sluice-cli-device.safetensors"},
-    {"bench", "--model", kTiny, "--layer", "1", "--tokens", "1", "--precision", "w8a8", "--seconds", "0.01"}};
+class CliDeviceTest : public CliTest {
+ protected:
+  // One of every command that takes --device.
+  std::vector<std::vector<std::string>> commands() const {
+    return {kExplain,
+            {"check", "--model", kTiny, "--layer", "1", "--tokens", "2", "--precision", "w8a8"},
+            {"run", "--model", kTiny, "--layer", "1", "--input", std::string(kTiny) + "/golden.safetensors:layer1.x",
+             "--output", path("y.safetensors")},
+            {"bench", "--model", kTiny, "--layer", "1", "--tokens", "1", "--precision", "w8a8", "--seconds", "0.01"}};
+  }
+};
 
 std::vector<std::string> with(std::vector<std::string> command, std::initializer_list<std::string> more) {
   command.insert(command.end(), more);
@@ -20,7 +25,7 @@ std::vector<std::string> with(std::vector<std::string> command, std::initializer
 }
 
 TEST_F(CliDeviceTest, WordsThatAreNoDeviceAreUsageErrors) {
-  for (const auto& command : kCommands) {
+  for (const auto& command : commands()) {
     for (const char* word : {"gpu", "CUDA", "cuda:", "cuda:x", "cuda:-1", "cuda:0x", "cuda:99999999999", "", "cpu:0"}) {
       const Ran ran = sluice(with(command, {"--device=" + std::string(word)}));
       EXPECT_EQ(ran.code, 2) << command[0] << " " << word << ": " << ran.err;
@@ -29,7 +34,7 @@ TEST_F(CliDeviceTest, WordsThatAreNoDeviceAreUsageErrors) {
 }
 
 TEST_F(CliDeviceTest, AGpuThatIsNotThereIsRefusedWithWhatWasFound) {
-  for (const auto& command : kCommands) {
+  for (const auto& command : commands()) {
     const Ran ran = sluice(with(command, {"--device", "cuda:777"}));
     EXPECT_EQ(ran.code, 3) << command[0];
     EXPECT_THAT(ran.err, HasSubstr("--device cuda:777: cuda: "));
@@ -37,9 +42,9 @@ TEST_F(CliDeviceTest, AGpuThatIsNotThereIsRefusedWithWhatWasFound) {
 }
 
 TEST_F(CliDeviceTest, ExplainSaysWhatThereIsAndWhy) {
-  const Ran text = sluice(kCommands[0]);
+  const Ran text = sluice(kExplain);
   EXPECT_EQ(text.code, 0) << text.err;
-  const json document = sluice(with(kCommands[0], {"--json"})).document();
+  const json document = sluice(with(kExplain, {"--json"})).document();
   const Result<std::vector<Machine>> gpus = cuda_machines();
   if (!gpus) {
     EXPECT_THAT(text.out, HasSubstr("GPU: none: " + gpus.status().message()));
@@ -50,17 +55,17 @@ TEST_F(CliDeviceTest, ExplainSaysWhatThereIsAndWhy) {
     EXPECT_THAT(text.out, HasSubstr(gpus->front().gpu.name));
     EXPECT_EQ(document["gpus"].size(), gpus->size());
   }
-  const json cpu = sluice(with(kCommands[0], {"--json", "--device", "cpu"})).document();
+  const json cpu = sluice(with(kExplain, {"--json", "--device", "cpu"})).document();
   EXPECT_EQ(cpu["device"]["device"], "cpu");
   EXPECT_FALSE(cpu["device"].contains("why_not_cuda"));
 }
 
 TEST_F(CliDeviceTest, SluiceDisableTurnsPathsOffAndNamesWrongNames) {
   setenv("SLUICE_DISABLE", "pack:cpu", 1);
-  const json document = sluice(with(kCommands[0], {"--json", "--device", "cpu"})).document();
+  const json document = sluice(with(kExplain, {"--json", "--device", "cpu"})).document();
   const Ran wrong = [&] {
     setenv("SLUICE_DISABLE", "hopper", 1);
-    return sluice(kCommands[0]);
+    return sluice(kExplain);
   }();
   unsetenv("SLUICE_DISABLE");
   bool found = false;
