@@ -15,16 +15,7 @@ __device__ __forceinline__ float fast_exp(float x) {
   constexpr float kShift = 12582912.0f;
   const float shifted = __fadd_rn(__fmul_rn(x, __int_as_float(0x3FB8AA3B)), kShift);
   const float n = __fsub_rn(shifted, kShift);
-  float r = __fmaf_rn(n, -__int_as_float(0x3F317200), x);
-  r = __fmaf_rn(n, -__int_as_float(0x35BFBE8E), r);
-  float p = 1.0f / 5040;
-  p = __fmaf_rn(p, r, 1.0f / 720);
-  p = __fmaf_rn(p, r, 1.0f / 120);
-  p = __fmaf_rn(p, r, 1.0f / 24);
-  p = __fmaf_rn(p, r, 1.0f / 6);
-  p = __fmaf_rn(p, r, 1.0f / 2);
-  p = __fmaf_rn(p, r, 1.0f);
-  p = __fmaf_rn(p, r, 1.0f);
+  const float p = exp_of_rest(x, n);
   return __int_as_float(__float_as_int(p) + (__float_as_int(shifted) << 23));
 }
 

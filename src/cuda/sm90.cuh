@@ -55,8 +55,8 @@ __device__ __forceinline__ void barrier_wait(std::uint64_t* barrier, std::uint32
 struct RingPosition {
   std::uint32_t stage = 0;
   std::uint32_t parity = 0;
-  __device__ __forceinline__ void advance(std::uint32_t num_stages, std::uint32_t by = 1) {
-    stage += by;
+  __device__ __forceinline__ void advance(std::uint32_t num_stages) {
+    stage += 1;
     if (stage >= num_stages) {
       stage -= num_stages;
       parity ^= 1u;

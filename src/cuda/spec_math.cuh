@@ -9,8 +9,8 @@ namespace sluice::cuda {
 
 __device__ __forceinline__ float canonical(float v) { return v == v ? v : __int_as_float(0x7FC00000); }
 
-__device__ __forceinline__ float spec_exp(float x) {
-  const float n = rintf(__fmul_rn(x, __int_as_float(0x3FB8AA3B)));
+// exp(x - n ln 2) for |x - n ln 2| <= ln 2 / 2: steps 2 and 4 of docs/numerics.md.
+__device__ __forceinline__ float exp_of_rest(float x, float n) {
   float r = __fmaf_rn(n, -__int_as_float(0x3F317200), x);
   r = __fmaf_rn(n, -__int_as_float(0x35BFBE8E), r);
   float p = 1.0f / 5040;
@@ -21,6 +21,12 @@ __device__ __forceinline__ float spec_exp(float x) {
   p = __fmaf_rn(p, r, 1.0f / 2);
   p = __fmaf_rn(p, r, 1.0f);
   p = __fmaf_rn(p, r, 1.0f);
+  return p;
+}
+
+__device__ __forceinline__ float spec_exp(float x) {
+  const float n = rintf(__fmul_rn(x, __int_as_float(0x3FB8AA3B)));
+  const float p = exp_of_rest(x, n);
   const int whole = static_cast<int>(n);  // |n| <= 150 where the result is used
   const int half = whole >> 1;
   const float scaled =

@@ -3,14 +3,20 @@
 
 #include <cuda.h>
 
+#include <span>
 #include <string_view>
 
 #include "sluice/core.h"
 
 namespace sluice::cuda {
 
-// Of a [rows, columns] bf16 view: boxes of 128 bytes of columns by `box_rows`, in the 128-byte swizzle. Elements outside
-// the view arrive as zeros. The view's address and row pitch must be multiples of 16 bytes.
+// Of a K-major operand: extents and strides (of the outer axes, in bytes) from K outwards; boxes of 128 bytes of K by
+// `box_rows` of the next axis and one of any further, in the 128-byte swizzle. Elements outside the extents arrive as
+// zeros. The view's address and the strides must be multiples of 16 bytes. bf16, or one-byte elements.
+Status make_operand_map(std::string_view what, const TensorView& view, std::span<const cuuint64_t> extent,
+                        std::span<const cuuint64_t> stride_bytes, int box_rows, CUtensorMap& map);
+
+// The same of a [rows, columns] view.
 Status make_rows_map(std::string_view what, const TensorView& view, int box_rows, CUtensorMap& map);
 
 }  // namespace sluice::cuda

@@ -9,13 +9,13 @@
 // Clusters that load x and w for each other by multicast lost: 51 us at T = 8192 became 102 with two blocks, 190 with four.
 //   add_chunks: with split K, adds the chunks' sums in order; 14 of them at H = 7168
 #include <cstdint>
-#include <cute/arch/mma_sm90_gmma.hpp>
 #include <string>
 #include <utility>
 
 #include "cuda/dependent_launch.cuh"
 #include "cuda/sm90.cuh"
 #include "cuda/tensor_map.h"
+#include "cuda/wgmma.cuh"
 #include "gate/cuda.h"
 #include "gate/gpu_config.h"
 
@@ -47,40 +47,6 @@ constexpr int kStepColumns = 64;  // 128 bytes of bf16
 constexpr int kStepsPerChunk = static_cast<int>(kChunkColumns) / kStepColumns;
 constexpr int kInstructionColumns = 16;
 constexpr int kAddThreads = 64;
-
-template <int kN>
-struct Shape;
-#define SLUICE_WGMMA_SHAPE(N)                                                                                     \
-  template <>                                                                                                     \
-  struct Shape<N> {                                                                                               \
-    using Instruction =                                                                                           \
-        cute::SM90::GMMA::MMA_64x##N##x16_F32BF16BF16_SS<cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::K>; \
-  };
-SLUICE_WGMMA_SHAPE(8)
-SLUICE_WGMMA_SHAPE(16)
-SLUICE_WGMMA_SHAPE(32)
-SLUICE_WGMMA_SHAPE(64)
-SLUICE_WGMMA_SHAPE(128)
-#undef SLUICE_WGMMA_SHAPE
-
-template <int kN, std::size_t... kIndex>
-__device__ __forceinline__ void multiply(std::uint64_t x, std::uint64_t w, float (&d)[kN / 2], bool add,
-                                         std::index_sequence<kIndex...>) {
-  Shape<kN>::Instruction::fma(x, w, d[kIndex]...,
-                              add ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero);
-}
-__device__ __forceinline__ void fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int kPending>
-__device__ __forceinline__ void wait() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
-}
-// Keeps the compiler from moving uses of registers across a wait it cannot see through.
-template <int kCount>
-__device__ __forceinline__ void hold(float (&d)[kCount]) {
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
-}
 
 template <class Cfg>
 struct SharedStorage {
@@ -153,24 +119,25 @@ __global__ void __launch_bounds__(Cfg::kThreads, 1) router_gemm(const __grid_con
         sm90::barrier_wait(&s.full[at.stage], at.parity);
         const std::uint64_t x = sm90::operand_descriptor(s.x[at.stage] + warpgroup * 64 * sm90::kSwizzleBytes);
         const std::uint64_t w = sm90::operand_descriptor(s.w[at.stage]);
-        hold(sum);
-        fence();
+        sm90::hold(sum);
+        sm90::fence();
 #pragma unroll
         for (int k = 0; k < kStepColumns / kInstructionColumns; ++k) {
-          multiply<kN>(x + k * sm90::kDescriptorStep, w + k * sm90::kDescriptorStep, sum,
-                       step != chunk * kStepsPerChunk || k != 0, std::make_index_sequence<kN / 2>());
+          sm90::issue<typename sm90::Bf16Shape<kN>::Instruction>(
+              x + k * sm90::kDescriptorStep, w + k * sm90::kDescriptorStep, sum,
+              step != chunk * kStepsPerChunk || k != 0, std::make_index_sequence<kN / 2>());
         }
-        commit();
-        hold(sum);
+        sm90::commit();
+        sm90::hold(sum);
         if (step != chunk * kStepsPerChunk) {
-          wait<1>();
+          sm90::wait<1>();
           release(previous);
         }
         previous = at.stage;
         at.advance(Cfg::kStages);
       }
-      wait<0>();
-      hold(sum);
+      sm90::wait<0>();
+      sm90::hold(sum);
       release(previous);
       if constexpr (kSplit) {
         float* const to =

@@ -1,5 +1,6 @@
 // Host side of the tensor-core grouped GEMM: tensor maps and launch.
 #include "cuda/launch.h"
+#include "cuda/tensor_map.h"
 #include "grouped_gemm/cuda.h"
 #include "grouped_gemm/tile_table.cuh"
 #include "grouped_gemm/wgmma.h"
@@ -19,47 +20,6 @@ wgmma::Kernel kernel_for(const Args& args, const GpuTile& tile) {
   if (args.a.dtype == DType::kBF16) return wgmma::bf16_kernel(tile);
   if (args.a.dtype == DType::kI8) return wgmma::int8_row_kernel(tile);
   return scaling_of(args) == Scaling::kRow ? wgmma::fp8_row_kernel(tile) : wgmma::fp8_block_kernel(tile);
-}
-
-// The driver's encoder, found without linking the driver.
-using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
-                                 const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
-                                 CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-EncodeTiled encoder() {
-  static const EncodeTiled found = [] {
-    void* entry = nullptr;
-    cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
-    const cudaError_t error =
-        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &result);
-    return reinterpret_cast<EncodeTiled>(error == cudaSuccess && result == cudaDriverEntryPointSuccess ? entry
-                                                                                                       : nullptr);
-  }();
-  return found;
-}
-
-// A K-major operand: extents and strides (of the outer axes, in bytes) from K outwards, boxes of 128 bytes of K by
-// `box_rows` rows. What lies outside the extents arrives as zeros.
-template <int kRank>
-Status encode(std::string_view what, CUtensorMap& map, const TensorView& view, const cuuint64_t (&extent)[kRank],
-              const cuuint64_t (&stride_bytes)[kRank - 1], cuuint32_t box_rows) {
-  const EncodeTiled encode_tiled = encoder();
-  if (encode_tiled == nullptr)
-    return {StatusCode::kUnsupported,
-            "grouped_gemm: the driver has no cuTensorMapEncodeTiled (CUDA 12.0 or newer is needed)"};
-  const bool bf16 = view.dtype == DType::kBF16;
-  cuuint32_t box[kRank] = {static_cast<cuuint32_t>(128 / size_bytes(view.dtype)), box_rows};
-  cuuint32_t steps[kRank];
-  for (int i = 0; i < kRank; ++i) {
-    steps[i] = 1;
-    if (i >= 2) box[i] = 1;
-  }
-  const CUresult result =
-      encode_tiled(&map, bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_UINT8, kRank, view.data,
-                   extent, stride_bytes, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                   CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (result == CUDA_SUCCESS) return Status::ok();
-  return {StatusCode::kInternal, "grouped_gemm: the tensor map of " + std::string(what) + " = " + view.to_string() +
-                                     " was refused (CUresult " + std::to_string(static_cast<int>(result)) + ")"};
 }
 
 }  // namespace
@@ -83,10 +43,9 @@ Status run_wgmma_tile(const Args& args, const Ctx& ctx, const GpuTile& tile) {
   const cuuint64_t w_stride[3] = {static_cast<cuuint64_t>(args.w.stride[1] * bytes),
                                   static_cast<cuuint64_t>(args.w.stride[1] * bytes * problem.part_rows),
                                   static_cast<cuuint64_t>(args.w.stride[0] * bytes)};
-  SLUICE_TRY(encode<4>("w", p.weights, args.w, w_extent, w_stride, static_cast<cuuint32_t>(tile.weight_rows)));
-  const cuuint64_t a_extent[2] = {static_cast<cuuint64_t>(depth), static_cast<cuuint64_t>(num_rows)};
-  const cuuint64_t a_stride[1] = {static_cast<cuuint64_t>(args.a.stride[0] * bytes)};
-  SLUICE_TRY(encode<2>("a", p.tokens, args.a, a_extent, a_stride, static_cast<cuuint32_t>(tile.tokens)));
+  SLUICE_TRY(cuda::make_operand_map("grouped_gemm: w", args.w, w_extent, w_stride, static_cast<int>(tile.weight_rows),
+                                    p.weights));
+  SLUICE_TRY(cuda::make_rows_map("grouped_gemm: a", args.a, static_cast<int>(tile.tokens), p.tokens));
   p.groups = cuda::DeviceRowGroups::from(args.groups);
   p.num_groups = static_cast<std::int32_t>(problem.num_groups);
   p.num_rows = static_cast<std::int32_t>(num_rows);

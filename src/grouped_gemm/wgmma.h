@@ -19,7 +19,7 @@ namespace sluice::grouped_gemm::wgmma {
 enum class Scaling : std::uint8_t { kNone, kBlock, kRow };
 
 struct Params {
-  CUtensorMap weights;  // w as [L, parts, part_rows, K], boxes of 128 rows by 128 bytes
+  CUtensorMap weights;  // w as [L, parts, part_rows, K], boxes of one weight tile by 128 bytes
   CUtensorMap tokens;   // a as [R, K], boxes of one token tile by 128 bytes
   cuda::DeviceRowGroups groups;
   std::int32_t num_groups, num_rows;  // L, R

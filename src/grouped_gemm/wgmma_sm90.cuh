@@ -1,13 +1,12 @@
-// wgmma instructions by operand type and N (the PTX of each shape comes from CuTe's arch header), the fences around them,
-// and the store of a finished tile.
+// wgmma by operand type, and the store of a finished tile.
 #pragma once
 
 #include <cstdint>
-#include <cute/arch/mma_sm90_gmma.hpp>
 #include <utility>
 
 #include "cuda/columns.cuh"
 #include "cuda/sm90.cuh"
+#include "cuda/wgmma.cuh"
 #include "grouped_gemm/tile_table.cuh"
 #include "grouped_gemm/wgmma.h"
 
@@ -19,56 +18,11 @@ namespace sm90 = cuda::sm90;
 // Instructions
 // ---------------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ void fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int kPending>
-__device__ __forceinline__ void wait() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
-}
-// Keeps the compiler from moving uses of registers across a wait it cannot see through.
-template <int kCount>
-__device__ __forceinline__ void hold(float (&d)[kCount]) {
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
-}
-
-template <int kN>
-struct E4m3Shape;
-template <int kN>
-struct Bf16Shape;
-template <int kN>
-struct Int8Shape;
-#define SLUICE_WGMMA_SHAPE(N)                                                                                     \
-  template <>                                                                                                     \
-  struct E4m3Shape<N> {                                                                                           \
-    using Instruction = cute::SM90::GMMA::MMA_64x##N##x32_F32E4M3E4M3_SS_TN<>;                                    \
-  };                                                                                                              \
-  template <>                                                                                                     \
-  struct Bf16Shape<N> {                                                                                           \
-    using Instruction =                                                                                           \
-        cute::SM90::GMMA::MMA_64x##N##x16_F32BF16BF16_SS<cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::K>; \
-  };                                                                                                              \
-  template <>                                                                                                     \
-  struct Int8Shape<N> {                                                                                           \
-    using Instruction = cute::SM90::GMMA::MMA_64x##N##x32_S32S8S8_SS_TN;                                          \
-  };
-SLUICE_WGMMA_SHAPE(8)
-SLUICE_WGMMA_SHAPE(16)
-SLUICE_WGMMA_SHAPE(32)
-SLUICE_WGMMA_SHAPE(64)
-SLUICE_WGMMA_SHAPE(96)
-SLUICE_WGMMA_SHAPE(128)
-SLUICE_WGMMA_SHAPE(192)
-SLUICE_WGMMA_SHAPE(256)
-#undef SLUICE_WGMMA_SHAPE
-
-// d = a b, or d + a b: the N/2 accumulators of a thread as the instruction's separate operands.
-template <class Instruction, class Accumulator, std::size_t... kIndex>
-__device__ __forceinline__ void issue(std::uint64_t m_side, std::uint64_t n_side, Accumulator* d, bool add,
-                                      std::index_sequence<kIndex...>) {
-  Instruction::fma(m_side, n_side, d[kIndex]...,
-                   add ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero);
-}
+using sm90::commit;
+using sm90::fence;
+using sm90::hold;
+using sm90::issue;
+using sm90::wait;
 
 // Tensor cores keep 14 bits or so of an e4m3 sum, so sums of 128 are promoted to fp32; int32 and bf16 sums stay there.
 struct E4m3 {
@@ -77,7 +31,7 @@ struct E4m3 {
   static constexpr bool kPromotes = true;
   template <int kN>
   static __device__ __forceinline__ void multiply(std::uint64_t m, std::uint64_t n, float (&d)[kN / 2], bool add) {
-    issue<typename E4m3Shape<kN>::Instruction>(m, n, d, add, std::make_index_sequence<kN / 2>());
+    issue<typename sm90::E4m3Shape<kN>::Instruction>(m, n, d, add, std::make_index_sequence<kN / 2>());
   }
 };
 struct Bf16 {
@@ -86,7 +40,7 @@ struct Bf16 {
   static constexpr bool kPromotes = false;
   template <int kN>
   static __device__ __forceinline__ void multiply(std::uint64_t m, std::uint64_t n, float (&d)[kN / 2], bool add) {
-    issue<typename Bf16Shape<kN>::Instruction>(m, n, d, add, std::make_index_sequence<kN / 2>());
+    issue<typename sm90::Bf16Shape<kN>::Instruction>(m, n, d, add, std::make_index_sequence<kN / 2>());
   }
 };
 struct Int8 {
@@ -96,7 +50,7 @@ struct Int8 {
   template <int kN>
   static __device__ __forceinline__ void multiply(std::uint64_t m, std::uint64_t n, std::uint32_t (&d)[kN / 2],
                                                   bool add) {
-    issue<typename Int8Shape<kN>::Instruction>(m, n, d, add, std::make_index_sequence<kN / 2>());
+    issue<typename sm90::Int8Shape<kN>::Instruction>(m, n, d, add, std::make_index_sequence<kN / 2>());
   }
 };
 
