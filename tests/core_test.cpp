@@ -202,6 +202,33 @@ TEST(Choose, FirstThatCanRunWithReasonsForTheRest) {
   EXPECT_TRUE(says(pick(2, {"", {"even", "reference"}}).status(), "disabled"));
 }
 
+// A row's own reason is told wherever the chosen one stands: before it, behind it, forced or not.
+TEST(Choose, DisabledAndOnAnotherDeviceAreSaidOfRowsBehindTheChosenOneToo) {
+  Machine gpu;
+  gpu.device.kind = DeviceKind::kCuda;
+  const auto reasons = [&](const Machine& machine, const Selection& selection) {
+    std::map<std::string, std::string> by_name;
+    const auto choice = choose<ToyArgs>("toy", kToyTable, {2}, machine, selection);
+    if (!choice) return by_name;
+    for (const Declined& d : choice->declined) by_name[d.name] = d.reason;
+    by_name[std::string(choice->impl->name)] = "chosen";
+    return by_name;
+  };
+  const std::string disabled = "disabled by the caller or by SLUICE_DISABLE";
+  const std::string on_gpu = "runs on cuda, the layer is on cpu", on_cpu = "runs on cpu, the layer is on cuda";
+  using Reasons = std::map<std::string, std::string>;
+  EXPECT_EQ(reasons({}, {}),
+            (Reasons{{"gpu", on_gpu}, {"even", "chosen"}, {"reference", "not asked: even comes first"}}));
+  EXPECT_EQ(reasons({}, {"", {"reference"}}), (Reasons{{"gpu", on_gpu}, {"even", "chosen"}, {"reference", disabled}}));
+  EXPECT_EQ(reasons({}, {"even", {"reference", "gpu"}}),
+            (Reasons{{"gpu", disabled}, {"even", "chosen"}, {"reference", disabled}}));
+  EXPECT_EQ(reasons({}, {"reference", {}}),
+            (Reasons{{"gpu", on_gpu}, {"even", "not asked: reference was forced"}, {"reference", "chosen"}}));
+  EXPECT_EQ(reasons(gpu, {}), (Reasons{{"gpu", "chosen"}, {"even", on_cpu}, {"reference", on_cpu}}));
+  EXPECT_EQ(reasons(gpu, {"", {"even"}}), (Reasons{{"gpu", "chosen"}, {"even", disabled}, {"reference", on_cpu}}));
+  EXPECT_TRUE(reasons({}, {"even", {"even"}}).empty()) << "forced and disabled is no choice";
+}
+
 // ---------------------------------------------------------------------------------------------------------
 
 TEST(Config, PrecisionsParseAndPrint) {

@@ -360,37 +360,31 @@ Status no_implementation(std::string_view stage, const Selection& selection, con
 bool is_disabled(const Selection& selection, std::string_view name);
 }  // namespace detail
 
-// The first row of `table` that can run, with the reasons of all that were passed over. There is no silent
-// fallback: a forced name that declines is an error with its reason.
+// The first row of `table` that can run, with the reasons of all that were passed over. A reason that holds whatever else
+// is in the table (disabled, another device) is given before one that names a row that was taken instead. There is no
+// silent fallback: a forced name that declines is an error with its reason.
 template <class Args>
 Result<Choice<Args>> choose(std::string_view stage, std::span<const Impl<Args>> table, const Args& args,
                             const Machine& machine, const Selection& selection) {
   Choice<Args> choice;
   for (const Impl<Args>& impl : table) {
-    if (choice.impl != nullptr) {
-      choice.declined.push_back(
-          {std::string(impl.name), "not asked: " + std::string(choice.impl->name) + " comes first"});
-      continue;
-    }
-    if (!selection.forced.empty() && impl.name != selection.forced) {
-      choice.declined.push_back({std::string(impl.name), "not asked: " + selection.forced + " was forced"});
-      continue;
-    }
+    std::string reason;
     if (detail::is_disabled(selection, impl.name)) {
-      choice.declined.push_back({std::string(impl.name), "disabled by the caller or by SLUICE_DISABLE"});
+      reason = "disabled by the caller or by SLUICE_DISABLE";
+    } else if (impl.device != machine.device.kind) {
+      reason = "runs on " + std::string(to_string(impl.device)) + ", the layer is on " +
+               std::string(to_string(machine.device.kind));
+    } else if (!selection.forced.empty() && impl.name != selection.forced) {
+      reason = "not asked: " + selection.forced + " was forced";
+    } else if (choice.impl != nullptr) {
+      reason = "not asked: " + std::string(choice.impl->name) + " comes first";
+    } else if (Status s = impl.can_run(args, machine); !s.is_ok()) {
+      reason = s.message();
+    } else {
+      choice.impl = &impl;
       continue;
     }
-    if (impl.device != machine.device.kind) {
-      choice.declined.push_back({std::string(impl.name), "runs on " + std::string(to_string(impl.device)) +
-                                                             ", the layer is on " +
-                                                             std::string(to_string(machine.device.kind))});
-      continue;
-    }
-    if (Status s = impl.can_run(args, machine); !s.is_ok()) {
-      choice.declined.push_back({std::string(impl.name), s.message()});
-      continue;
-    }
-    choice.impl = &impl;
+    choice.declined.push_back({std::string(impl.name), std::move(reason)});
   }
   if (choice.impl == nullptr) return detail::no_implementation(stage, selection, choice.declined);
   return choice;
