@@ -87,7 +87,7 @@ TEST_F(CApiDevice, GpusThatAreNotThereAreRefusedInWords) {
   options_.device_kind = SLUICE_CUDA;
   options_.device_index = 1000;
   EXPECT_EQ(create(), SLUICE_UNSUPPORTED);
-  EXPECT_THAT(error(), HasSubstr("options: cuda: "));
+  EXPECT_THAT(error(), HasSubstr("options: " + Machine::detect_cuda(1000).status().message()));
   options_.device_kind = 2;
   EXPECT_EQ(create(), SLUICE_INVALID_ARGUMENT);
   EXPECT_THAT(error(), HasSubstr("options.device_kind = 2"));

@@ -11,7 +11,9 @@ namespace {
 
 using device::Findings;
 using testing::AllOf;
+using testing::AnyOf;
 using testing::HasSubstr;
+using testing::StartsWith;
 
 Gpu gpu(const char* name, Version capability) {
   Gpu g;
@@ -106,7 +108,7 @@ TEST(Device, ThisMachineAnswers) {
   ASSERT_EQ(machines.is_ok(), first.is_ok());
   if (!first) {
     EXPECT_EQ(machines.status().message(), first.status().message());
-    EXPECT_THAT(first.status().message(), HasSubstr("cuda: "));
+    EXPECT_THAT(first.status().message(), AnyOf(HasSubstr("CUDA"), HasSubstr("GPU")));
   } else {
     EXPECT_EQ(machines->front().gpu.name, first->gpu.name);
     EXPECT_FALSE(Machine::detect_cuda(static_cast<int>(machines->size())).is_ok());
@@ -121,7 +123,7 @@ TEST(Device, UploadRefusesWhatItCannotDo) {
   const Result<LayerWeights> nowhere = upload(none, {DeviceKind::kCuda, 1000});
   ASSERT_FALSE(nowhere.is_ok());
   EXPECT_EQ(nowhere.status().code(), StatusCode::kUnsupported);
-  EXPECT_THAT(nowhere.status().message(), HasSubstr("upload: cuda: "));
+  EXPECT_THAT(nowhere.status().message(), StartsWith("upload: " + Machine::detect_cuda(1000).status().message()));
 }
 
 }  // namespace

@@ -9,7 +9,7 @@
 namespace sluice::device {
 namespace {
 
-Status refuse(std::string text) { return {StatusCode::kUnsupported, "cuda: " + std::move(text)}; }
+Status refuse(std::string text) { return {StatusCode::kUnsupported, std::move(text)}; }
 
 // Runtimes of one major version run on every driver of that version; a newer major version needs a newer driver.
 Status judge_driver(const Findings& f) {

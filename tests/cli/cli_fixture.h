@@ -52,9 +52,23 @@ class CliTest : public testing::Test {
     // A bar redraws its line; none of it may reach a file.
     EXPECT_THAT(ran.err, Not(HasSubstr("\r")));
     EXPECT_THAT(ran.err, Not(HasSubstr("\x1b")));
+    expect_no_doubled_part(ran.err);
     fs::remove(out);
     fs::remove(err);
     return ran;
+  }
+  // "upload: cuda: cuda: ...": who says something says his name once. Quoted words are the caller's and may be anything.
+  static void expect_no_doubled_part(const std::string& text) {
+    std::string before;
+    for (std::size_t begin = 0; begin < text.size();) {
+      const std::size_t end = std::min(text.find(": ", begin), text.size());
+      const std::string part = text.substr(begin, end - begin);
+      EXPECT_FALSE(!part.empty() && before.ends_with(part) &&
+                   (before.size() == part.size() || before[before.size() - part.size() - 1] == ' '))
+          << "'" << part << "' is said twice: " << text;
+      before = part;
+      begin = end + 2;
+    }
   }
   static std::string quoted(const std::string& text) {
     std::string result = "'";
