@@ -143,8 +143,8 @@ void (*kernel_for(DType out))(Params) {
 }  // namespace
 
 Status run_cuda(const Args& args, const Ctx& ctx) {
-  const DeviceGuard guard(args.out.device.index);
-  SLUICE_TRY(to_status(guard.error(), "combine: set device"));
+  const device::Current current(args.out.device);
+  SLUICE_TRY(current.status().with_context("combine"));
   Params p = {};
   p.y = args.y.data;
   p.y_stride = args.y.stride[0];

@@ -23,22 +23,13 @@ __device__ __forceinline__ void allow_next() {
 template <class Params>
 Status launch_after(std::string_view name, void (*kernel)(Params), dim3 grid, dim3 block, std::size_t shared_bytes,
                     cudaStream_t stream, const Params& params) {
-  int device = 0;
-  int major = 0;
-  SLUICE_TRY(to_status(cudaGetDevice(&device), name));
-  SLUICE_TRY(to_status(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), name));
-  cudaLaunchConfig_t config = {};
-  config.gridDim = grid;
-  config.blockDim = block;
-  config.dynamicSmemBytes = shared_bytes;
-  config.stream = stream;
-  cudaLaunchAttribute attributes[1] = {};
-  config.attrs = attributes;
-  if (major >= 9) {
-    attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
-  }
-  return to_status(cudaLaunchKernelEx(&config, kernel, params), name);
+  DeviceFacts facts;
+  SLUICE_TRY(facts_of_current(facts));
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  return launch_with(name, kernel, grid, block, shared_bytes, stream, params,
+                     facts.capability_major >= 9 ? &attribute : nullptr);
 }
 
 }  // namespace sluice::cuda

@@ -13,7 +13,6 @@
 namespace sluice::device {
 namespace {
 
-using cuda::DeviceGuard;
 using cuda::to_status;
 
 Version version_of(int encoded) { return {encoded / 1000, encoded % 1000 / 10}; }
@@ -104,8 +103,8 @@ Result<Buffer> Buffer::allocate(Device device, std::int64_t bytes, std::string_v
   Buffer buffer;
   buffer.device_ = device;
   if (bytes == 0) return buffer;
-  const DeviceGuard guard(device.index);
-  SLUICE_CUDA_TRY(guard.error(), "cudaSetDevice");
+  const Current current(device);
+  SLUICE_TRY(current.status());
   void* data = nullptr;
   const cudaError_t error = cudaMalloc(&data, static_cast<std::size_t>(bytes));
   if (error == cudaErrorMemoryAllocation) {
@@ -131,7 +130,7 @@ Buffer& Buffer::operator=(Buffer&& other) noexcept {
 
 Buffer::~Buffer() {
   if (data_ == nullptr) return;
-  const DeviceGuard guard(device_.index);
+  const Current current(device_);
   (void)cudaFree(data_);  // fails when the process is ending and CUDA went first; nothing is lost then
 }
 
@@ -139,8 +138,8 @@ namespace {
 
 Status copy(Device device, void* to, const void* from, std::int64_t bytes, cudaMemcpyKind kind) {
   if (bytes == 0) return Status::ok();
-  const DeviceGuard guard(device.index);
-  SLUICE_CUDA_TRY(guard.error(), "cudaSetDevice");
+  const Current current(device);
+  SLUICE_TRY(current.status());
   return report(cudaMemcpy(to, from, static_cast<std::size_t>(bytes), kind), "cudaMemcpy");
 }
 
@@ -158,16 +157,16 @@ Status copy_to_host(Device device, void* to, const void* from, std::int64_t byte
 Status fill_bytes(Device device, void* to, int byte, std::int64_t bytes) {
   if (bytes == 0) return Status::ok();
   {
-    const DeviceGuard guard(device.index);
-    SLUICE_CUDA_TRY(guard.error(), "cudaSetDevice");
+    const Current current(device);
+    SLUICE_TRY(current.status());
     SLUICE_CUDA_TRY(cudaMemset(to, byte, static_cast<std::size_t>(bytes)), "cudaMemset");
   }
   return synchronise(device);
 }
 
 Status synchronise(Device device) {
-  const DeviceGuard guard(device.index);
-  SLUICE_CUDA_TRY(guard.error(), "cudaSetDevice");
+  const Current current(device);
+  SLUICE_TRY(current.status());
   return report(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
 }
 
@@ -180,7 +179,7 @@ struct Uploader::State {
   std::size_t next = 0;
 
   ~State() {
-    const DeviceGuard guard(device.index);
+    const Current current(device);
     if (stream != nullptr) (void)cudaStreamSynchronize(stream);
     for (void* p : pinned) (void)cudaFreeHost(p);
     for (cudaEvent_t e : sent) {
@@ -195,8 +194,8 @@ Uploader::Uploader(Uploader&&) noexcept = default;
 Uploader::~Uploader() = default;
 
 Result<Uploader> Uploader::create(Device device) {
-  const DeviceGuard guard(device.index);
-  SLUICE_CUDA_TRY(guard.error(), "cudaSetDevice");
+  const Current current(device);
+  SLUICE_TRY(current.status());
   auto state = std::make_unique<State>();
   state->device = device;
   SLUICE_CUDA_TRY(cudaStreamCreateWithFlags(&state->stream, cudaStreamNonBlocking), "cudaStreamCreate");
@@ -210,8 +209,8 @@ Result<Uploader> Uploader::create(Device device) {
 Status Uploader::copy(std::string_view what, std::byte* to, const std::byte* from, std::int64_t bytes,
                       const std::function<bool(std::int64_t)>& step) {
   State& s = *state_;
-  const DeviceGuard guard(s.device.index);
-  SLUICE_CUDA_TRY(guard.error(), "cudaSetDevice");
+  const Current current(s.device);
+  SLUICE_TRY(current.status());
   for (std::int64_t at = 0; at < bytes; at += State::kChunkBytes) {
     const std::int64_t count = std::min(bytes - at, State::kChunkBytes);
     const auto size = static_cast<std::size_t>(count);
@@ -226,7 +225,7 @@ Status Uploader::copy(std::string_view what, std::byte* to, const std::byte* fro
 }
 
 Status Uploader::finish() {
-  const DeviceGuard guard(state_->device.index);
+  const Current current(state_->device);
   return report(cudaStreamSynchronize(state_->stream), "upload");
 }
 
@@ -257,7 +256,7 @@ struct Graph::State {
   cudaEvent_t end = nullptr;
 
   ~State() {
-    const DeviceGuard guard(device.index);
+    const Current current(device);
     if (graph != nullptr) (void)cudaGraphExecDestroy(graph);
     if (begin != nullptr) (void)cudaEventDestroy(begin);
     if (end != nullptr) (void)cudaEventDestroy(end);
@@ -271,8 +270,8 @@ Graph& Graph::operator=(Graph&&) noexcept = default;
 Graph::~Graph() = default;
 
 Result<Graph> Graph::capture(Device device, const std::function<Status(void*)>& body) {
-  const DeviceGuard guard(device.index);
-  SLUICE_CUDA_TRY(guard.error(), "cudaSetDevice");
+  const Current current(device);
+  SLUICE_TRY(current.status());
   auto state = std::make_unique<State>();
   state->device = device;
   SLUICE_CUDA_TRY(cudaStreamCreateWithFlags(&state->stream, cudaStreamNonBlocking), "cudaStreamCreate");
@@ -295,7 +294,7 @@ Result<Graph> Graph::capture(Device device, const std::function<Status(void*)>& 
 
 Result<double> Graph::replay() {
   State& s = *state_;
-  const DeviceGuard guard(s.device.index);
+  const Current current(s.device);
   SLUICE_CUDA_TRY(cudaEventRecord(s.begin, s.stream), "cudaEventRecord");
   SLUICE_CUDA_TRY(cudaGraphLaunch(s.graph, s.stream), "cudaGraphLaunch");
   SLUICE_CUDA_TRY(cudaEventRecord(s.end, s.stream), "cudaEventRecord");

@@ -117,8 +117,8 @@ auto kernel_for(const LogitsArgs& args) {
 }  // namespace
 
 Status logits_cuda(const LogitsArgs& args, const Ctx& ctx) {
-  const cuda::DeviceGuard guard(args.logits.device.index);
-  SLUICE_TRY(cuda::to_status(guard.error(), "gate.logits: set device"));
+  const device::Current current(args.logits.device);
+  SLUICE_TRY(current.status().with_context("gate.logits"));
   Params p = {};
   p.x = args.x.data;
   p.x_stride = args.x.stride[0];

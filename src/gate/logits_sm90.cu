@@ -280,16 +280,15 @@ namespace sluice::gate {
 bool has_logits_kernel(const LogitsTile& tile) { return wgmma::find_kernel(tile) != nullptr; }
 
 Status logits_wgmma(const LogitsArgs& args, const Ctx& ctx) {
-  int num_sms = 0;
-  SLUICE_TRY(cuda::to_status(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, args.logits.device.index),
-                             "gate.logits: SMs"));
+  cuda::DeviceFacts facts;
+  SLUICE_TRY(cuda::facts_of(args.logits.device.index, facts).with_context("gate.logits"));
   return logits_wgmma_tile(args, ctx,
-                           choose_logits_tile(args.x.shape[0], args.x.shape[1], args.w_gate.shape[0], num_sms));
+                           choose_logits_tile(args.x.shape[0], args.x.shape[1], args.w_gate.shape[0], facts.num_sms));
 }
 
 Status logits_wgmma_tile(const LogitsArgs& args, const Ctx& ctx, const LogitsTile& tile) {
-  const cuda::DeviceGuard guard(args.logits.device.index);
-  SLUICE_TRY(cuda::to_status(guard.error(), "gate.logits: set device"));
+  const device::Current current(args.logits.device);
+  SLUICE_TRY(current.status().with_context("gate.logits"));
   const std::int64_t num_tokens = args.x.shape[0];
   const std::int64_t hidden = args.x.shape[1];
   const std::int64_t num_experts = args.w_gate.shape[0];
@@ -322,9 +321,6 @@ Status logits_wgmma_tile(const LogitsArgs& args, const Ctx& ctx, const LogitsTil
   p.expert_tiles = static_cast<std::int32_t>(ceil_div(num_experts, tile.experts));
   const dim3 grid(static_cast<unsigned>(ceil_div(num_tokens, tile.tokens) * p.expert_tiles),
                   static_cast<unsigned>(tile.split));
-  SLUICE_TRY(cuda::to_status(
-      cudaFuncSetAttribute(kernel->function, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel->shared_bytes),
-      "gate_router_gemm: shared memory"));
   SLUICE_TRY(cuda::launch_after("gate_router_gemm", kernel->function, grid, static_cast<unsigned>(kernel->num_threads),
                                 static_cast<std::size_t>(kernel->shared_bytes), cuda::stream_of(ctx), p));
   if (tile.split == 1) return Status::ok();

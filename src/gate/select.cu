@@ -447,8 +447,8 @@ constexpr int kWarps = 4;
 }  // namespace
 
 Status select_cuda(const SelectArgs& args, const Ctx& ctx) {
-  const DeviceGuard guard(args.logits.device.index);
-  SLUICE_TRY(to_status(guard.error(), "gate.select: set device"));
+  const device::Current current(args.logits.device);
+  SLUICE_TRY(current.status().with_context("gate.select"));
   Params p = {};
   p.gate = args.gate;
   p.logits = args.logits.as<const float>();

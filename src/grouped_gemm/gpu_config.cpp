@@ -5,14 +5,13 @@
 
 #include <algorithm>
 
+#include "grouped_gemm/tile_memory.h"
 #include "sluice/core.h"
 
 namespace sluice::grouped_gemm {
 
 namespace {
-constexpr std::int64_t kStepBytes = 128;  // of K in a stage
 constexpr std::int64_t kMaxStages = 16;
-constexpr std::int64_t kAlignSlack = 1024;  // shared memory starts at a swizzle atom
 }  // namespace
 
 std::string GpuTile::to_string() const {
@@ -21,13 +20,9 @@ std::string GpuTile::to_string() const {
 }
 
 GpuTile with_stages(GpuTile tile, const GpuProblem& p) {
-  const std::int64_t scale_bytes =
-      p.block_scales ? tile.weight_rows / (tile.weight_rows % kScaleBlock == 0 ? kScaleBlock : 64) * tile.tokens * 4
-                     : 0;
-  const std::int64_t stage_bytes = (tile.weight_rows + tile.tokens) * kStepBytes + scale_bytes + 2 * 8;
-  // With tokens on M the finished tile waits in shared memory, in bf16 and 16 bytes more a row.
-  const std::int64_t staging_bytes = tile.tokens_on_m ? tile.tokens * (2 * tile.weight_rows + 16) : 0;
-  const std::int64_t fixed_bytes = kAlignSlack + staging_bytes + 4 * (3 * p.num_groups + 1);
+  const TileMemory memory = TileMemory::of(tile.tokens_on_m, static_cast<int>(tile.tokens),
+                                           static_cast<int>(tile.weight_rows), p.block_scales);
+  const std::int64_t stage_bytes = memory.stage_bytes(), fixed_bytes = memory.fixed_bytes(p.num_groups);
   tile.stages = std::min(kMaxStages, (p.shared_bytes - fixed_bytes) / stage_bytes);
   tile.shared_bytes = fixed_bytes + tile.stages * stage_bytes;
   return tile;

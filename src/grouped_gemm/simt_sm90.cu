@@ -4,6 +4,7 @@
 #include "cuda/columns.cuh"
 #include "cuda/launch.h"
 #include "grouped_gemm/cuda.h"
+#include "grouped_gemm/device_scales.h"
 #include "grouped_gemm/tile_table.cuh"
 
 namespace sluice::grouped_gemm {
@@ -22,19 +23,13 @@ constexpr int kThreads = 256;
 constexpr int kRowsPerThread = kTokens * kColumns / kThreads;
 constexpr int kBlock = static_cast<int>(kScaleBlock);
 
-struct Params {
+struct Params : DeviceScales {
   const void* a;  // [R,K]
   DType a_dtype;
   std::int64_t a_row;
   const void* w;  // [L,N,K]
   DType w_dtype;
   std::int64_t w_group, w_row;
-  const float* a_scale;  // [Kb,R] or [1,R], or null
-  std::int64_t a_scale_step, a_scale_row;
-  const float* w_scale;  // [L,Nb,Kb] or [L,N,1], or null
-  std::int64_t w_scale_group, w_scale_row, w_scale_step;
-  const float* bias;  // [L,N] or null
-  std::int64_t bias_group;
   void* out;  // [R,N]
   bool out_bf16;
   std::int64_t out_row;
@@ -158,8 +153,8 @@ __global__ void __launch_bounds__(kThreads) grouped_gemm_simt(const __grid_const
 
 Status run_simt(const Args& args, const Ctx& ctx) {
   if (args.a.shape[0] == 0) return Status::ok();
-  const DeviceGuard guard(args.a.device.index);
-  SLUICE_TRY(to_status(guard.error(), "grouped_gemm: set device"));
+  const device::Current current(args.a.device);
+  SLUICE_TRY(current.status().with_context("grouped_gemm"));
   Params p = {};
   p.a = args.a.data;
   p.a_dtype = args.a.dtype;
@@ -168,21 +163,7 @@ Status run_simt(const Args& args, const Ctx& ctx) {
   p.w_dtype = args.w.dtype;
   p.w_group = args.w.stride[0];
   p.w_row = args.w.stride[1];
-  if (args.a_scale.is_present()) {
-    p.a_scale = args.a_scale.as<const float>();
-    p.a_scale_step = args.a_scale.stride[0];
-    p.a_scale_row = args.a_scale.stride[1];
-  }
-  if (args.w_scale.is_present()) {
-    p.w_scale = args.w_scale.as<const float>();
-    p.w_scale_group = args.w_scale.stride[0];
-    p.w_scale_row = args.w_scale.stride[1];
-    p.w_scale_step = args.w_scale.stride[2];
-  }
-  if (args.bias.is_present()) {
-    p.bias = args.bias.as<const float>();
-    p.bias_group = args.bias.stride[0];
-  }
+  p.set(args);
   p.out = args.out.data;
   p.out_bf16 = args.out.dtype == DType::kBF16;
   p.out_row = args.out.stride[0];
@@ -195,14 +176,10 @@ Status run_simt(const Args& args, const Ctx& ctx) {
   p.column_tiles = (p.num_columns + kColumns - 1) / kColumns;
   p.row_scales = has_row_scales(args);
   const std::size_t shared_bytes = sizeof(Shared) + static_cast<std::size_t>(TileTable::bytes(p.num_groups));
-  SLUICE_TRY(to_status(cudaFuncSetAttribute(grouped_gemm_simt, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                            static_cast<int>(shared_bytes)),
-                       "grouped_gemm_simt: shared memory"));
-  int num_sms = 0;
-  SLUICE_TRY(to_status(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, args.a.device.index),
-                       "grouped_gemm_simt: number of SMs"));
+  DeviceFacts facts;
+  SLUICE_TRY(facts_of(args.a.device.index, facts).with_context("grouped_gemm"));
   const std::int64_t row_tiles = p.num_rows / kTokens + std::min(p.num_groups, p.num_rows);
-  const std::int64_t blocks = std::min<std::int64_t>(4 * num_sms, row_tiles * p.column_tiles);
+  const std::int64_t blocks = std::min<std::int64_t>(4 * facts.num_sms, row_tiles * p.column_tiles);
   return launch("grouped_gemm_simt", grouped_gemm_simt, static_cast<unsigned>(blocks), kThreads, shared_bytes,
                 stream_of(ctx), p);
 }

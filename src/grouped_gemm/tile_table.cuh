@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "cuda/row_groups.cuh"
+#include "grouped_gemm/tile_memory.h"
 
 namespace sluice::grouped_gemm {
 
@@ -16,7 +17,7 @@ struct TileTable {
   std::int32_t* before;  // [L+1]
   std::int32_t num_groups;
 
-  static constexpr std::int64_t bytes(std::int64_t num_groups) { return 4 * (3 * num_groups + 1); }
+  static constexpr std::int64_t bytes(std::int64_t num_groups) { return tile_table_bytes(num_groups); }
 
   __device__ static TileTable at(void* memory, std::int32_t num_groups) {
     auto* const words = static_cast<std::int32_t*>(memory);

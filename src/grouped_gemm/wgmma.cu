@@ -31,8 +31,8 @@ Status run_wgmma_tile(const Args& args, const Ctx& ctx, const GpuTile& tile) {
   const std::int64_t depth = args.w.shape[2];
   if (num_rows == 0) return Status::ok();
   SLUICE_TRY(check_alignment(args));
-  const cuda::DeviceGuard guard(args.a.device.index);
-  SLUICE_TRY(cuda::to_status(guard.error(), "grouped_gemm: set device"));
+  const device::Current current(args.a.device);
+  SLUICE_TRY(current.status().with_context("grouped_gemm"));
   const GpuProblem problem = problem_of(args);
   const std::int64_t parts = problem.n / problem.part_rows;
   const std::int64_t bytes = problem.element_bytes;
@@ -55,19 +55,7 @@ Status run_wgmma_tile(const Args& args, const Ctx& ctx, const GpuTile& tile) {
   p.column_tiles = static_cast<std::int32_t>(p.column_tiles_per_part * parts);
   p.scale_rows_per_part = static_cast<std::int32_t>(ceil_div(problem.part_rows, kScaleBlock));
   p.num_stages = static_cast<std::uint32_t>(tile.stages);
-  if (args.a_scale.is_present()) {
-    p.a_scale = args.a_scale.as<const float>();
-    p.a_scale_step = args.a_scale.stride[0];
-    p.a_scale_row = args.a_scale.stride[1];
-    p.w_scale = args.w_scale.as<const float>();
-    p.w_scale_group = args.w_scale.stride[0];
-    p.w_scale_row = args.w_scale.stride[1];
-    p.w_scale_step = args.w_scale.stride[2];
-  }
-  if (args.bias.is_present()) {
-    p.bias = args.bias.as<const float>();
-    p.bias_group = args.bias.stride[0];
-  }
+  p.set(args);
   p.out = args.out.as<std::uint16_t>();
   p.out_row = args.out.stride[0];
   p.wide = reinterpret_cast<std::uintptr_t>(args.out.data) % 16 == 0 && args.out.stride[0] % 8 == 0 &&
@@ -75,15 +63,11 @@ Status run_wgmma_tile(const Args& args, const Ctx& ctx, const GpuTile& tile) {
 
   const wgmma::Kernel kernel = kernel_for(args, tile);
   if (kernel == nullptr) return {StatusCode::kInternal, "grouped_gemm: no kernel was compiled for " + tile.to_string()};
-  SLUICE_TRY(cuda::to_status(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(tile.shared_bytes)),
-      "grouped_gemm: shared memory of the kernel"));
-  int num_sms = 0;
-  SLUICE_TRY(cuda::to_status(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, args.a.device.index),
-                             "grouped_gemm: number of SMs"));
+  cuda::DeviceFacts facts;
+  SLUICE_TRY(cuda::facts_of(args.a.device.index, facts).with_context("grouped_gemm"));
   // No more blocks than there can be tiles: at most one partly filled row tile a group.
   const std::int64_t row_tiles = num_rows / tile.tokens + std::min(problem.num_groups, num_rows);
-  const std::int64_t blocks = std::min<std::int64_t>(num_sms, row_tiles * p.column_tiles);
+  const std::int64_t blocks = std::min<std::int64_t>(facts.num_sms, row_tiles * p.column_tiles);
   return cuda::launch("grouped_gemm_wgmma", kernel, static_cast<unsigned>(blocks), wgmma::kThreads,
                       static_cast<std::size_t>(tile.shared_bytes), cuda::stream_of(ctx), p);
 }

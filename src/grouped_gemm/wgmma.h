@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "cuda/row_groups.cuh"
+#include "grouped_gemm/device_scales.h"
 #include "grouped_gemm/gpu_config.h"
 #include "sluice/stage/grouped_gemm.h"
 
@@ -18,7 +19,7 @@ namespace sluice::grouped_gemm::wgmma {
 //   kRow     a_scale[r] * w_scale[n] after the whole sum
 enum class Scaling : std::uint8_t { kNone, kBlock, kRow };
 
-struct Params {
+struct Params : DeviceScales {
   CUtensorMap weights;  // w as [L, parts, part_rows, K], boxes of one weight tile by 128 bytes
   CUtensorMap tokens;   // a as [R, K], boxes of one token tile by 128 bytes
   cuda::DeviceRowGroups groups;
@@ -28,12 +29,6 @@ struct Params {
   std::int32_t column_tiles_per_part, column_tiles;
   std::int32_t scale_rows_per_part;  // ceil(part_rows/128)
   std::uint32_t num_stages;
-  const float* a_scale;  // [Kb,R], or [1,R]
-  std::int64_t a_scale_step, a_scale_row;
-  const float* w_scale;  // [L,Nb,Kb], or [L,N,1]
-  std::int64_t w_scale_group, w_scale_row, w_scale_step;
-  const float* bias;  // [L,N], may be null
-  std::int64_t bias_group;
   std::uint16_t* out;  // [R,N] bf16
   std::int64_t out_row;
   bool wide;  // 16-byte stores are legal

@@ -15,6 +15,7 @@
 
 #include "cuda/columns.cuh"
 #include "cuda/sm90.cuh"
+#include "grouped_gemm/tile_memory.h"
 #include "grouped_gemm/tile_table.cuh"
 #include "grouped_gemm/wgmma.h"
 #include "grouped_gemm/wgmma_sm90.cuh"
@@ -43,17 +44,16 @@ struct Tiling {
   // Two sets of partial sums, one being promoted while the other is summed, where 232 registers allow it.
   static constexpr bool kTwoSets = kPromote && (kChunks == 1 ? kN <= 128 : kN <= 64);
 
-  // Weight rows of a tile that share a scale.
-  static constexpr int kPieceRows = kWeightRows % 128 == 0 ? 128 : 64;
-  static constexpr int kPieces = kWeightRows / kPieceRows;
-  static constexpr int kScaleFloats = kScaling == Scaling::kBlock ? kPieces * kTokens : 0;
-
-  static constexpr int kWeightBytes = kWeightRows * sm90::kSwizzleBytes;
-  static constexpr int kTokenBytes = kTokens * sm90::kSwizzleBytes;
-  // A row of the finished tile in bf16; the 16 bytes more spread neighbouring rows over the banks.
+  static constexpr TileMemory kMemory = TileMemory::of(kTokensOnM, kTokens, kWeightRows, kScaling == Scaling::kBlock);
+  static constexpr int kPieceRows = kMemory.piece_rows;
+  static constexpr int kPieces = kMemory.pieces;
+  static constexpr int kScaleFloats = kMemory.scale_floats;
+  static constexpr int kWeightBytes = kMemory.weight_bytes;
+  static constexpr int kTokenBytes = kMemory.token_bytes;
   static constexpr bool kStaged = kTokensOnM;
-  static constexpr int kStagingPitch = kStaged ? kWeightRows * 2 + 16 : 0;
+  static constexpr int kStagingPitch = kMemory.staging_pitch;
   static constexpr int kStepElems = sm90::kSwizzleBytes / static_cast<int>(sizeof(typename Operand::Element));
+  static_assert(TileMemory::kStepBytes == sm90::kSwizzleBytes);
   static_assert(kTokensOnM ? kTokens == 128 : kWeightRows % 128 == 0);
 };
 
@@ -75,7 +75,7 @@ __device__ __forceinline__ Shared carve(std::byte* memory, const Params& p) {
   std::byte* const after = s.tokens + p.num_stages * Tiling::kTokenBytes;
   s.scales = reinterpret_cast<float*>(after);
   s.staging = after + p.num_stages * Tiling::kScaleFloats * 4;
-  s.full = reinterpret_cast<std::uint64_t*>(s.staging + Tiling::kTokens * Tiling::kStagingPitch);
+  s.full = reinterpret_cast<std::uint64_t*>(s.staging + Tiling::kMemory.staging_bytes);
   s.empty = s.full + p.num_stages;
   s.table = TileTable::at(s.empty + p.num_stages, p.num_groups);
   return s;

@@ -262,8 +262,8 @@ Status run_cuda(const Args& args, const Ctx& ctx) {
     return {StatusCode::kWorkspaceTooSmall, "pack: the workspace has " + std::to_string(ctx.workspace.size()) +
                                                 " bytes, " + std::to_string(scratch_bytes) + " are needed"};
   }
-  const DeviceGuard guard(args.x.device.index);
-  SLUICE_TRY(to_status(guard.error(), "pack: set device"));
+  const device::Current current(args.x.device);
+  SLUICE_TRY(current.status().with_context("pack"));
   Params p = {};
   p.x = args.x.data;
   p.x_stride = args.x.stride[0];

@@ -268,8 +268,8 @@ std::int64_t scratch_bytes_cuda(const Args& args, const Machine&) {
 }
 
 Status run_cuda(const Args& args, const Ctx& ctx) {
-  const cuda::DeviceGuard guard(args.topk_idx.view.device.index);
-  SLUICE_TRY(cuda::to_status(guard.error(), "route: set device"));
+  const device::Current current(args.topk_idx.view.device);
+  SLUICE_TRY(current.status().with_context("route"));
   const Shape shape = shape_of(args);
   const std::int64_t needed = scratch_bytes_cuda(args, {});
   if (static_cast<std::int64_t>(ctx.workspace.size()) < needed) {

@@ -316,8 +316,8 @@ std::string describe_cuda(const Args& args, const Machine&) {
 }
 
 Status run_cuda(const Args& args, const Ctx& ctx) {
-  const DeviceGuard guard(args.h.device.index);
-  SLUICE_TRY(to_status(guard.error(), "swiglu_quant: set device"));
+  const device::Current current(args.h.device);
+  SLUICE_TRY(current.status().with_context("swiglu_quant"));
   Params p = {};
   p.h = args.h.data;
   p.h_stride = args.h.stride[0];
@@ -348,10 +348,9 @@ Status run_cuda(const Args& args, const Ctx& ctx) {
   const int threads = table ? kTableThreads : kDirectThreads;
   std::int64_t blocks = ceil_div(static_cast<std::int64_t>(p.num_fours) * p.num_blocks, threads / 32);
   if (table) {
-    int num_sms = 0;
-    SLUICE_TRY(to_status(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, args.h.device.index),
-                         "swiglu_quant: multiprocessors"));
-    blocks = std::min<std::int64_t>(blocks, num_sms * kTableBlocksPerSm);
+    DeviceFacts facts;
+    SLUICE_TRY(facts_of(args.h.device.index, facts).with_context("swiglu_quant"));
+    blocks = std::min<std::int64_t>(blocks, facts.num_sms * kTableBlocksPerSm);
   }
   blocks = std::min<std::int64_t>(blocks, INT32_MAX);
   const std::int64_t num_warps = blocks * (threads / 32);
