@@ -160,6 +160,10 @@ std::vector<Goal> judge(const std::vector<BenchRow>& rows) {
   return goals;
 }
 
+DType bench_dtype(Precision precision) {
+  return precision == Precision::kW8A8 || precision == Precision::kW8A16 ? DType::kE4M3 : DType::kBF16;
+}
+
 std::int64_t available_bytes() {
   std::ifstream meminfo("/proc/meminfo");
   std::string key, unit;

@@ -49,6 +49,9 @@ struct Goal {
 };
 std::vector<Goal> judge(const std::vector<BenchRow>& rows);
 
+// --like names sizes, the precision the dtype of the weights that are made for them: e4m3 where it reads eight bits, else bf16.
+DType bench_dtype(Precision precision);
+
 std::int64_t available_bytes();  // memory free for programs
 std::int64_t cache_bytes();      // last-level cache; 0 when unknown
 

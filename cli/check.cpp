@@ -12,6 +12,7 @@
 #include "options.h"
 #include "progress.h"
 #include "random.h"
+#include "subject.h"
 
 namespace sluice::cli {
 
@@ -25,7 +26,19 @@ constexpr const char* kAbout =
     "by one (the same bits), with one thread, with a token alone in its batch (the same bits), and against the\n"
     "layer in f32 made of references alone. Prints the worst row's error beside its bound (docs/numerics.md).";
 
+constexpr const char* kLegend =
+    "WORST ROW: relative L2 error of the row that is nearest to its bound; BOUND: what that row may have; OF BOUND: "
+    "the\n"
+    "largest share of its own bound that any element uses (of the whole layer: any row). Above 100 % a line fails.\n";
+
 constexpr const char* kFooter =
+    "Columns: WORST ROW is the relative L2 error |got - want| / |want| of the row that is nearest to its bound, BOUND "
+    "what\n"
+    "that row may have. OF BOUND is the verdict: the largest share of its own bound that any element uses (in the "
+    "line\n"
+    "`reference in f32`: any row); above 100 % the line fails. It may be far above WORST ROW / BOUND: one element may "
+    "use\n"
+    "all of its bound in a row that is close as a whole. ROWS is how many rows were compared.\n"
     "Rules: `bitwise` stages have defined bits; `derived bound` is gamma(128 + ceil(K/128) + 2) * sum|a||w| plus "
     "output\n"
     "rounding, per element, for the roundings of 128 products, of ceil(K/128) block sums, of a_scale * w_scale and of\n"
@@ -149,6 +162,17 @@ Result<Finding> against_exact(const MoeConfig& config, const LayerWeights& weigh
   return finding;
 }
 
+LayerOptions layer_options(const CheckOptions& options, Precision precision,
+                           const std::map<std::string, Selection>& selection, const ChosenMachine& chosen) {
+  LayerOptions layer;
+  layer.precision = precision;
+  layer.max_tokens = 1;
+  layer.routed_only = options.routed_only;
+  layer.machine = chosen.machine;
+  layer.selection = selection;
+  return layer;
+}
+
 Result<std::vector<Finding>> check_precision_of(const MoeConfig& config, const LayerWeights& weights,
                                                 const TensorView& x, const CheckOptions& options, Precision precision,
                                                 const std::map<std::string, Selection>& selection,
@@ -170,12 +194,8 @@ Result<std::vector<Finding>> check_precision_of(const MoeConfig& config, const L
   if (!findings) return findings;
 
   const std::int64_t T = x.shape[0], H = config.hidden, S = config.top_k;
-  LayerOptions layer_options;
-  layer_options.precision = precision;
-  layer_options.max_tokens = T;
-  layer_options.routed_only = options.routed_only;
-  layer_options.machine = machine;
-  layer_options.selection = selection;
+  LayerOptions full_batch = layer_options(options, precision, selection, chosen);
+  full_batch.max_tokens = T;
   const auto add = [&](Finding finding, std::string against) {
     finding.step = "layer";
     finding.impl = "layer";
@@ -198,7 +218,7 @@ Result<std::vector<Finding>> check_precision_of(const MoeConfig& config, const L
 
   Result<LayerWeights> placed = place_weights(weights, chosen);
   if (!placed) return placed.status();
-  Result<LayerOutput> full = run_layer(config, *placed, layer_options, x);
+  Result<LayerOutput> full = run_layer(config, *placed, full_batch, x);
   if (!full) return full.status();
   LayerOutput composed = *full;
   std::memcpy(composed.y.data(), pipeline->out().data, composed.y.size() * 4);
@@ -206,13 +226,13 @@ Result<std::vector<Finding>> check_precision_of(const MoeConfig& config, const L
   std::memcpy(composed.topk_weight.data(), pipeline->topk_weight().data, composed.topk_weight.size() * 4);
   add(same(*full, 0, T, composed), "its stages one by one");
 
-  LayerOptions one_thread = layer_options;
+  LayerOptions one_thread = full_batch;
   if (!chosen.is_gpu()) one_thread.machine = Machine::detect_cpu(1);
   one_thread.max_tokens = std::min<std::int64_t>(T, 8);
   Result<LayerOutput> alone = run_layer(config, *placed, one_thread, x.slice(0, one_thread.max_tokens));
   if (!alone) return alone.status();
   add(same(*alone, 0, one_thread.max_tokens, *full), chosen.is_gpu() ? "fewer tokens" : "one thread, fewer tokens");
-  Result<LayerOutput> last = run_layer(config, *placed, layer_options, x.slice(T - 1, 1));
+  Result<LayerOutput> last = run_layer(config, *placed, full_batch, x.slice(T - 1, 1));
   if (!last) return last.status();
   add(same(*last, T - 1, 1, *full), "the last token alone");
 
@@ -234,9 +254,16 @@ Outcome check(const CheckOptions& options, bool json) {
   if (!model) return model.status();
   if (model->info.precisions.empty()) return check_precision(model->info, Precision::kF32);
   for (Precision precision : *asked) SLUICE_TRY(check_precision(model->info, precision));
-  const std::vector<Precision>& precisions = asked->empty() ? model->info.precisions : *asked;
+  const std::vector<Precision> precisions = asked->empty() ? model->info.precisions : *asked;
+  const Subject subject = subject_of(std::move(*model), options.model);
+  for (Precision precision : precisions) {
+    const LayerOptions plan = layer_options(options, precision, *selection, *chosen);
+    SLUICE_TRY(plan_layer(subject.config, subject.experts_for(precision), subject.shared_for(precision), plan)
+                   .status()
+                   .with_context(to_string(precision)));
+  }
 
-  const std::int64_t H = model->info.config.hidden;
+  const std::int64_t H = subject.config.hidden;
   std::vector<std::byte> rows;
   TensorView x;
   std::string source = fmt::format("random normal, seed {}", options.seed);
@@ -264,6 +291,7 @@ Outcome check(const CheckOptions& options, bool json) {
   Json& results = document["precisions"] = Json::array();
   if (!json) {
     fmt::print("{} layer {}: T={} ({})\n{}\n", options.model, options.layer, x.shape[0], source, chosen->describe());
+    fmt::print("{}", kLegend);
   }
   std::optional<LoadedLayer> loaded;
   int failed = 0, passed = 0;
@@ -271,7 +299,7 @@ Outcome check(const CheckOptions& options, bool json) {
     // Precisions that read the same weights share one load.
     if (!loaded || !data_path(precision, loaded->weights.experts.w13.dtype)) {
       loaded.reset();
-      Result<LoadedLayer> load = load_layer(*model, precision, options.routed_only);
+      Result<LoadedLayer> load = load_layer(*subject.model, precision, options.routed_only);
       if (!load) return load.status();
       loaded = std::move(*load);
       for (const std::string& tensor : loaded->nan_tensors) warn("NaN weights: " + tensor);
@@ -330,14 +358,19 @@ void add_check(CLI::App& app, Command& command) {
   sub->footer(kFooter);
   auto o = std::make_shared<CheckOptions>();
   sub->add_option("--model", o->model, "Checkpoint folder or .safetensors file")->required()->type_name("MODEL");
-  sub->add_option("--layer", o->layer, "Layer number, as in the checkpoint")->required()->type_name("N");
+  sub->add_option("--layer", o->layer, "Layer number, as in the checkpoint")
+      ->required()
+      ->check(whole_number(0, INT64_MAX))
+      ->type_name("N");
   sub->add_option("--tokens", o->tokens, "Tokens to run [32]; of --input, the first ones")
-      ->check(CLI::Range(1, 65536))
+      ->check(whole_number(1, 65536))
       ->type_name("T");
   sub->add_option("--input", o->input, "Activations [T,H] instead of random ones: FILE[:TENSOR], .safetensors or .npy")
       ->type_name("FILE");
   sub->add_option("--precision", o->precision, "all, or a list of w8a8, w8a16, bf16, f32 [all]")->type_name("LIST");
-  sub->add_option("--seed", o->seed, "Of the random activations [1]")->type_name("N");
+  sub->add_option("--seed", o->seed, "Of the random activations [1]")
+      ->check(whole_number(0, INT64_MAX))
+      ->type_name("N");
   sub->add_flag("--routed-only", o->routed_only, "Leave the shared expert out");
   add_impl(*sub, o->machine);
   add_device(*sub, o->machine);

@@ -2,7 +2,9 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include <algorithm>
 #include <charconv>
+#include <cmath>
 #include <optional>
 
 #include "commands.h"
@@ -53,36 +55,65 @@ constexpr const char* kFooter =
 struct ConvertOptions {
   std::string model, out, to;
   std::optional<std::string> layers;  // given and empty is a mistake, not all of them
-  std::uint64_t shards_bytes = std::uint64_t{5} << 30;
+  std::string shards_bytes = "5GiB";
   bool force = false;
   MachineOptions machine;
 };
 
 // "3-5,7"
 Result<std::vector<std::int64_t>> parse_layers(const std::string& text) {
-  constexpr std::int64_t kMax = 100000;
+  constexpr std::int64_t kMax = 99999;
   std::vector<std::int64_t> layers;
-  const auto fail = [&](const std::string& part) {
+  const auto fail = [&](const std::string& why) {
     return Status(StatusCode::kInvalidArgument,
-                  fmt::format("--layers {}: '{}' is no layer number and no range A-B of them", text, part));
+                  fmt::format("--layers '{}': {}; give layer numbers and ranges, as in 3-5,7", text, why));
   };
   const auto number = [](std::string_view digits, std::int64_t& value) {
     const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), value);
-    return error == std::errc() && end == digits.data() + digits.size() && value >= 0 && value < kMax;
+    return error == std::errc() && end == digits.data() + digits.size() && value >= 0 && value <= kMax;
   };
   for (std::size_t begin = 0; begin <= text.size();) {
     const std::size_t comma = std::min(text.find(',', begin), text.size());
     const std::string part = text.substr(begin, comma - begin);
-    const std::size_t dash = part.find('-');
+    if (part.empty()) return fail(text.empty() ? "it is empty" : "nothing stands before or after a comma");
+    // A leading minus belongs to the number, which is then refused.
+    const std::size_t dash = part.find('-', 1);
+    const std::string first = part.substr(0, dash), last = dash == std::string::npos ? first : part.substr(dash + 1);
     std::int64_t low = 0, high = 0;
-    if (!number(std::string_view(part).substr(0, dash), low)) return fail(part);
-    high = low;
-    if (dash != std::string::npos && !number(std::string_view(part).substr(dash + 1), high)) return fail(part);
-    if (high < low) return fail(part);
+    for (const auto& [digits, value] : {std::pair(&first, &low), std::pair(&last, &high)}) {
+      if (!number(*digits, *value)) return fail(fmt::format("'{}' is no layer number from 0 to {}", *digits, kMax));
+    }
+    if (high < low) return fail(fmt::format("the range {} runs backwards", part));
     for (std::int64_t layer = low; layer <= high; ++layer) layers.push_back(layer);
     begin = comma + 1;
   }
   return layers;
+}
+
+// "5368709120", "5GB", "1.5 GiB": k, M, G, T are powers of 1000, with an i of 1024; B and the case of letters are free.
+Result<std::int64_t> parse_bytes(const std::string& text) {
+  const auto fail = [&](const std::string& why) {
+    return Status(
+        StatusCode::kInvalidArgument,
+        fmt::format("--shards-bytes '{}': {}; give a count of bytes such as 5368709120, 500MB or 5GiB", text, why));
+  };
+  double count = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), count, std::chars_format::fixed);
+  if (error != std::errc()) return fail(text.empty() ? "it is empty" : "it does not begin with a number");
+  std::string unit(end, text.data() + text.size());
+  unit.erase(0, unit.find_first_not_of(' '));
+  std::transform(unit.begin(), unit.end(), unit.begin(), [](char c) { return c >= 'A' && c <= 'Z' ? c + 32 : c; });
+  std::string_view rest = unit;
+  if (rest.ends_with('b')) rest.remove_suffix(1);
+  const bool binary = rest.ends_with('i');
+  if (binary) rest.remove_suffix(1);
+  const std::size_t power = rest.empty() ? 0 : std::string_view("kmgt").find(rest) + 1;  // npos + 1 is 0
+  if (rest.empty() ? binary : rest.size() > 1 || power == 0)
+    return fail(fmt::format("'{}' is no unit; there are kB, MB, GB, TB and KiB, MiB, GiB, TiB", unit));
+  count *= std::pow(binary ? 1024.0 : 1000.0, static_cast<double>(power));
+  if (!(count >= 1)) return fail("a file holds at least 1 byte");
+  if (count > 0x1p62) return fail("that is more than 2^62 bytes");
+  return static_cast<std::int64_t>(count);
 }
 
 Json to_json(const ConvertOptions& options, const io::ConvertReport& r) {
@@ -126,7 +157,9 @@ Outcome convert(const ConvertOptions& options, bool json) {
   request.out = options.out;
   request.replace = options.force;
   request.num_threads = options.machine.threads;
-  request.max_shard_bytes = static_cast<std::int64_t>(std::min<std::uint64_t>(options.shards_bytes, INT64_MAX));
+  const Result<std::int64_t> shard_bytes = parse_bytes(options.shards_bytes);
+  if (!shard_bytes) return Outcome::usage(shard_bytes.status().message());
+  request.max_shard_bytes = *shard_bytes;
   const Result<WeightFormat> format = parse_weight_format(options.to);
   if (!format) return Outcome::usage("--to: " + format.status().message());
   request.format = *format;
@@ -176,9 +209,8 @@ void add_convert(CLI::App& app, Command& command) {
   sub->add_option("--to", o->to, "fp8-block, fp8-channel or int8-channel")->required()->type_name("FORMAT");
   sub->add_option("--layers", o->layers, "Layers to convert, as in 3-5,7; default: all with experts")
       ->type_name("LIST");
-  sub->add_option("--shards-bytes", o->shards_bytes, "Largest file, as a count or with kB, MB, GB [5368709120]")
-      ->transform(CLI::AsSizeValue(true).description(""))
-      ->check(CLI::Range(std::uint64_t{1}, std::uint64_t{INT64_MAX}).description(""))
+  sub->add_option("--shards-bytes", o->shards_bytes,
+                  "Largest file: a count of bytes, or with kB, MB, GB (1000) or KiB, MiB, GiB (1024) [5GiB]")
       ->type_name("BYTES");
   sub->add_flag("--force", o->force, "Replace a checkpoint at --out");
   add_threads(*sub, o->machine);

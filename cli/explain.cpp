@@ -5,8 +5,6 @@
 
 #include "commands.h"
 #include "device/device.h"
-#include "layer/tensors.h"
-#include "random.h"
 #include "subject.h"
 
 namespace sluice::cli {
@@ -182,21 +180,13 @@ Outcome explain(const ExplainOptions& options, bool json) {
       if (!json) fmt::print("\n{}: not possible: {}\n", to_string(precision), can.message());
       continue;
     }
-    Result<LayerWeights> weights =
-        make_weights(c, {subject->experts_for(precision), subject->experts_by_row},
-                     {subject->shared_for(precision), subject->shared_by_row}, Fill::kNone, 1, machine.num_threads);
-    if (!weights) return weights.status();
-    if (chosen->is_gpu()) {
-      for_each_tensor(*weights, [&](std::string_view, TensorView& view) { view.device = chosen->machine.device; });
-    }
     LayerOptions layer_options;
-    layer_options.plan_only = true;
     layer_options.precision = precision;
     layer_options.max_tokens = options.tokens;
     layer_options.routed_only = options.routed_only;
     layer_options.machine = chosen->machine;
     layer_options.selection = *selection;
-    Result<Layer> layer = Layer::create(c, std::move(*weights), layer_options);
+    Result<Layer> layer = plan_layer(c, subject->experts_for(precision), subject->shared_for(precision), layer_options);
     if (!layer) return layer.status().with_context(std::string(to_string(precision)));
     ++num_run;
     results.push_back(explain_json(*layer, precision));
@@ -214,7 +204,7 @@ void add_explain(CLI::App& app, Command& command) {
   auto o = std::make_shared<ExplainOptions>();
   add_subject(*sub, o->subject);
   sub->add_option("--tokens", o->tokens, "Largest T the layer is planned for [512]")
-      ->check(CLI::Range(0, 1 << 24))
+      ->check(whole_number(0, 1 << 24))
       ->type_name("T");
   sub->add_option("--precision", o->precision,
                   "all, or a list of w8a8, w8a16, bf16, f32; default: the one `run` would pick")

@@ -38,13 +38,44 @@ std::string join_precisions(const T& precisions) {
 
 }  // namespace
 
+CLI::Validator whole_number(std::int64_t low, std::int64_t high) {
+  const bool bounded = high != INT64_MAX;
+  const std::string range = bounded ? fmt::format("{} to {}", low, high) : fmt::format("{} or more", low);
+  const auto judge = [=](const std::string& text) {
+    std::int64_t value = 0;
+    const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+    const bool fits = error == std::errc() && end == text.data() + text.size() && value >= low && value <= high;
+    return fits ? std::string() : fmt::format("'{}' is no whole number {}{}", text, bounded ? "from " : "of ", range);
+  };
+  return CLI::Validator(judge, bounded ? range : "");
+}
+
+CLI::Validator number(double low, double high) {
+  const std::string range = fmt::format("{} to {}", low, high);
+  const auto judge = [=](const std::string& text) {
+    double value = 0;
+    const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+    const bool fits = error == std::errc() && end == text.data() + text.size() && value >= low && value <= high;
+    return fits ? std::string() : fmt::format("'{}' is no number from {}", text, range);
+  };
+  return CLI::Validator(judge, range);
+}
+
+CLI::Validator one_of(std::vector<std::string> words) {
+  const auto judge = [words](const std::string& text) {
+    const bool known = std::find(words.begin(), words.end(), text) != words.end();
+    return known ? std::string() : fmt::format("'{}' is none of {}", text, fmt::join(words, ", "));
+  };
+  return CLI::Validator(judge, "");
+}
+
 void add_json(CLI::App& sub, Command& command) {
   sub.add_flag("--json", command.json, "Print one JSON document instead of text");
 }
 
 void add_threads(CLI::App& sub, MachineOptions& options) {
   sub.add_option("--threads", options.threads, "Worker threads; default: every usable core")
-      ->check(CLI::Range(1, kMaxThreads))
+      ->check(whole_number(1, kMaxThreads))
       ->type_name("N");
 }
 

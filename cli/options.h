@@ -33,6 +33,11 @@ struct ChosenMachine {
 Result<ChosenMachine> choose_machine(const MachineOptions& options, bool& usage);
 Json device_json(const ChosenMachine& chosen);
 
+// What the value of an option must be; a refusal quotes what was given and says what is wanted.
+CLI::Validator whole_number(std::int64_t low, std::int64_t high);
+CLI::Validator number(double low, double high);
+CLI::Validator one_of(std::vector<std::string> words);
+
 void add_json(CLI::App& sub, Command& command);
 void add_threads(CLI::App& sub, MachineOptions& options);
 void add_impl(CLI::App& sub, MachineOptions& options);

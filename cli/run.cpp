@@ -14,6 +14,7 @@
 #include "layer_runner.h"
 #include "options.h"
 #include "progress.h"
+#include "subject.h"
 
 namespace sluice::cli {
 
@@ -192,9 +193,18 @@ Outcome run(const RunOptions& options, bool json) {
     return Outcome::usage(s.message());
   const Precision precision = asked.value_or(default_precision(model->info));
   SLUICE_TRY(check_precision(model->info, precision));
+  LayerOptions layer_options;
+  layer_options.precision = precision;
+  layer_options.routed_only = options.routed_only;
+  layer_options.machine = chosen->machine;
+  layer_options.selection = *selection;
+  layer_options.max_tokens = 1;
+  const Subject subject = subject_of(std::move(*model), options.model);
+  SLUICE_TRY(plan_layer(subject.config, subject.experts_for(precision), subject.shared_for(precision), layer_options)
+                 .status());
 
   catch_interrupts();
-  Result<LoadedLayer> loaded = load_layer(*model, precision, options.routed_only);
+  Result<LoadedLayer> loaded = load_layer(*subject.model, precision, options.routed_only);
   if (!loaded) return is_interrupted() ? interrupted(Status(StatusCode::kIoError, kInterrupted)) : loaded.status();
   for (const std::string& tensor : loaded->nan_tensors) warn("NaN weights: " + tensor);
   const std::int64_t weight_bytes = num_bytes(loaded->weights);
@@ -203,11 +213,6 @@ Outcome run(const RunOptions& options, bool json) {
     return is_interrupted() ? interrupted(Status(StatusCode::kIoError, kInterrupted)) : Outcome(weights.status());
   loaded->weights = {};
 
-  LayerOptions layer_options;
-  layer_options.precision = precision;
-  layer_options.routed_only = options.routed_only;
-  layer_options.machine = chosen->machine;
-  layer_options.selection = *selection;
   const std::int64_t H = (*input)->hidden();
   Result<Planned> planned =
       plan(loaded->config, *weights, layer_options, (*input)->num_tokens(), H * (4 + size_bytes((*input)->dtype())));
@@ -270,7 +275,10 @@ void add_run(CLI::App& app, Command& command) {
   sub->footer(kFooter);
   auto o = std::make_shared<RunOptions>();
   sub->add_option("--model", o->model, "Checkpoint folder or .safetensors file")->required()->type_name("MODEL");
-  sub->add_option("--layer", o->layer, "Layer number, as in the checkpoint")->required()->type_name("N");
+  sub->add_option("--layer", o->layer, "Layer number, as in the checkpoint")
+      ->required()
+      ->check(whole_number(0, INT64_MAX))
+      ->type_name("N");
   sub->add_option("--input", o->input,
                   "FILE[:TENSOR], .safetensors or .npy; TENSOR may be left out when there is only one")
       ->required()

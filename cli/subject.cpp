@@ -4,6 +4,7 @@
 
 #include "io/hf_config.h"
 #include "io/synth.h"
+#include "layer/tensors.h"
 
 namespace sluice::cli {
 
@@ -55,7 +56,9 @@ std::string preset_list() {
 
 void add_subject(CLI::App& sub, SubjectOptions& options) {
   sub.add_option("--model", options.model, "Checkpoint folder or .safetensors file")->type_name("MODEL");
-  sub.add_option("--layer", options.layer, "Layer number, with --model")->type_name("N");
+  sub.add_option("--layer", options.layer, "Layer number, with --model")
+      ->check(whole_number(0, INT64_MAX))
+      ->type_name("N");
   sub.add_option(
          "--like", options.like,
          fmt::format("A preset or the path of a config.json, instead of a checkpoint. Presets:\n{}", preset_list()))
@@ -75,25 +78,40 @@ Result<Subject> find_subject(const SubjectOptions& options, bool& usage) {
   if (options.layer == -1) return refuse("--model needs --layer");
   Result<ModelLayer> model = open_layer(options.model, options.layer);
   if (!model) return model.status();
+  return subject_of(std::move(*model), fmt::format("{} layer {}", options.model, options.layer));
+}
+
+Subject subject_of(ModelLayer model, std::string title) {
   Subject subject;
-  subject.title = fmt::format("{} layer {}", options.model, options.layer);
-  subject.config = model->info.config;
+  subject.title = std::move(title);
+  subject.config = model.info.config;
   // Packed formats are dequantised to bf16 on load.
-  subject.experts = dtype_of_format(model->info.expert_format);
-  subject.shared = dtype_of_format(model->info.shared_format);
-  subject.experts_by_row = has_row_scales(model->info.expert_format);
-  subject.shared_by_row = has_row_scales(model->info.shared_format);
-  subject.model = std::move(*model);
+  subject.experts = dtype_of_format(model.info.expert_format);
+  subject.shared = dtype_of_format(model.info.shared_format);
+  subject.experts_by_row = has_row_scales(model.info.expert_format);
+  subject.shared_by_row = has_row_scales(model.info.shared_format);
+  subject.model = std::move(model);
   return subject;
 }
 
-DType Subject::experts_for(Precision precision) const {
-  return precision == Precision::kBF16 && size_bytes(experts) == 1 ? DType::kBF16 : experts;
+Result<Layer> plan_layer(const MoeConfig& config, WeightForm experts, WeightForm shared, LayerOptions options) {
+  Result<LayerWeights> weights = make_weights(config, experts, shared, Fill::kNone, 1, 1);
+  if (!weights) return weights.status();
+  for_each_tensor(*weights, [&](std::string_view, TensorView& view) { view.device = options.machine.device; });
+  options.plan_only = true;
+  return Layer::create(config, std::move(*weights), options);
 }
 
-DType Subject::shared_for(Precision precision) const {
-  return precision == Precision::kBF16 && size_bytes(shared) == 1 ? DType::kBF16 : shared;
+namespace {
+
+WeightForm loaded_for(Precision precision, DType dtype, bool by_row) {
+  return {precision == Precision::kBF16 && size_bytes(dtype) == 1 ? DType::kBF16 : dtype, by_row};
 }
+
+}  // namespace
+
+WeightForm Subject::experts_for(Precision precision) const { return loaded_for(precision, experts, experts_by_row); }
+WeightForm Subject::shared_for(Precision precision) const { return loaded_for(precision, shared, shared_by_row); }
 
 Precision Subject::default_precision() const {
   if (model) return cli::default_precision(model->info);
@@ -107,7 +125,7 @@ Precision Subject::default_precision() const {
 
 Status Subject::can_run(Precision precision) const {
   if (model) return check_precision(model->info, precision);
-  return data_path(precision, experts_for(precision)).status();
+  return data_path(precision, experts_for(precision).dtype).status();
 }
 
 }  // namespace sluice::cli

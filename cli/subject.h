@@ -5,6 +5,7 @@
 #include <string>
 
 #include "options.h"
+#include "random.h"
 
 namespace sluice::cli {
 
@@ -29,14 +30,19 @@ struct Subject {
   bool experts_by_row = false;  // one scale a row instead of 128x128 blocks
   bool shared_by_row = false;
 
-  // The dtypes the weights have when loaded for `precision`: bf16 dequantises e4m3.
-  DType experts_for(Precision precision) const;
-  DType shared_for(Precision precision) const;
+  // The weights as loaded for `precision`: bf16 dequantises those of one byte.
+  WeightForm experts_for(Precision precision) const;
+  WeightForm shared_for(Precision precision) const;
   // The precision `run` would pick, where any can run.
   Precision default_precision() const;
   // Ok when the weights fit, or why not.
   Status can_run(Precision precision) const;
 };
+Subject subject_of(ModelLayer model, std::string title);
+// The layer as it would be created, without weights and in milliseconds: what refuses it here would refuse it after they
+// were read.
+Result<Layer> plan_layer(const MoeConfig& config, WeightForm experts, WeightForm shared, LayerOptions options);
+
 // `usage` is set when the options themselves are wrong.
 Result<Subject> find_subject(const SubjectOptions& options, bool& usage);
 

@@ -85,22 +85,24 @@ void add_synth(CLI::App& app, Command& command) {
       ->type_name("NAME");
   sub->add_option("--out", *out, "Folder to write")->required()->type_name("DIR");
   sub->add_option("--layers", o->num_layers, "MoE layers to write, from the first on [1]; 0: all")
-      ->check(CLI::Range(0, 100000))
+      ->check(whole_number(0, 100000))
       ->type_name("N");
-  sub->add_option("--seed", o->seed, "Of the weights [1]")->type_name("N");
+  sub->add_option("--seed", o->seed, "Of the weights [1]")->check(whole_number(0, INT64_MAX))->type_name("N");
   sub->add_option("--weights", *weights, "config (as config.json says), e4m3, bf16 or f32 [config]")
-      ->check(CLI::IsMember({"config", "e4m3", "bf16", "f32"}))
+      ->check(one_of({"config", "e4m3", "bf16", "f32"}))
       ->type_name("DTYPE");
   sub->add_flag("--fused", o->fused, "The family's fused 3-D layout instead of a tensor per expert");
-  sub->add_option("--experts", o->num_experts, "E instead of the config's")->check(CLI::Range(1, 1024))->type_name("E");
-  sub->add_option("--top-k", o->top_k, "S instead of the config's")->check(CLI::Range(1, 32))->type_name("S");
-  sub->add_option("--hidden", o->hidden, "H instead of the config's")->check(CLI::Range(1, 1 << 20))->type_name("H");
+  sub->add_option("--experts", o->num_experts, "E instead of the config's")
+      ->check(whole_number(1, 1024))
+      ->type_name("E");
+  sub->add_option("--top-k", o->top_k, "S instead of the config's")->check(whole_number(1, 32))->type_name("S");
+  sub->add_option("--hidden", o->hidden, "H instead of the config's")->check(whole_number(1, 1 << 20))->type_name("H");
   sub->add_option("--intermediate", o->intermediate, "I instead of the config's")
-      ->check(CLI::Range(1, 1 << 20))
+      ->check(whole_number(1, 1 << 20))
       ->type_name("I");
   sub->add_option("--shared-intermediate", o->shared_intermediate,
                   "Shared expert's I, for families that name it (Qwen)")
-      ->check(CLI::Range(1, 1 << 20))
+      ->check(whole_number(1, 1 << 20))
       ->type_name("I");
   add_json(*sub, command);
   sub->callback([&command, o, out, weights] {

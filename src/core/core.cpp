@@ -350,12 +350,13 @@ bool is_disabled(const Selection& selection, std::string_view name) {
 
 Status no_implementation(std::string_view stage, const Selection& selection, const std::vector<Declined>& declined) {
   std::string reasons;
-  bool known = selection.forced.empty();
   for (const Declined& d : declined) {
-    if (d.name == selection.forced) known = true;
+    if (d.name == selection.forced) {
+      return {StatusCode::kUnsupported, fmt::format("{}: {} was forced and cannot run: {}", stage, d.name, d.reason)};
+    }
     reasons += fmt::format("{}{}: {}", reasons.empty() ? "" : "; ", d.name, d.reason);
   }
-  if (!known) {
+  if (!selection.forced.empty()) {
     std::string names;
     for (const Declined& d : declined) names += (names.empty() ? "" : ", ") + d.name;
     return {StatusCode::kInvalidArgument,

@@ -157,24 +157,51 @@ TEST_F(ConvertCli, WhatItWritesIsInspectedCheckedAndRun) {
   }
 }
 
+TEST_F(ConvertCli, TheSameNumberOfBytesInEveryUnit) {
+  Crafted().write(model_);
+  const auto shards = [&](const char* size) {
+    const Ran ran = sluice(convert({"--to", "fp8-block", "--force", "--json", "--shards-bytes", size}));
+    EXPECT_EQ(ran.code, 0) << size << ": " << ran.err;
+    return ran.document()["shards"].get<int>();
+  };
+  const int wanted = shards("32000");
+  EXPECT_GT(wanted, 1);
+  for (const char* same : {"32kB", "32 KB", "32k", "0.032MB", "31.25KiB", "31.25 ki", "32000B"})
+    EXPECT_EQ(shards(same), wanted) << same;
+  for (const char* large : {"1MB", "1MiB", "0.001 tb", "5GiB"}) EXPECT_LT(shards(large), wanted) << large;
+}
+
 TEST_F(ConvertCli, UsageErrors) {
   Crafted().write(model_);
-  for (const std::vector<std::string>& more :
-       std::vector<std::vector<std::string>>{{},
-                                             {"--to", "fp8"},
-                                             {"--to", ""},
-                                             {"--to", "fp8-block", "--layers", ""},
-                                             {"--to", "fp8-block", "--layers", "1,"},
-                                             {"--to", "fp8-block", "--layers", "x"},
-                                             {"--to", "fp8-block", "--layers", "2-1"},
-                                             {"--to", "fp8-block", "--layers", "-1"},
-                                             {"--to", "fp8-block", "--layers", "1-99999999999999999999"},
-                                             {"--to", "fp8-block", "--shards-bytes", "0"},
-                                             {"--to", "fp8-block", "--shards-bytes", "-5"},
-                                             {"--to", "fp8-block", "--shards-bytes", "5 parsecs"},
-                                             {"--to", "fp8-block", "--threads", "0"}}) {
+  for (const std::vector<std::string>& more : std::vector<std::vector<std::string>>{
+           {}, {"--to", "fp8"}, {"--to", ""}, {"--to", "fp8-block", "--threads", "0"}}) {
     expect_refused(convert(more), 2, {});
   }
+  const auto layers = [&](const std::string& text, const std::string& why) {
+    expect_refused(convert({"--to", "fp8-block", "--layers", text}), 2,
+                   {"--layers '" + text + "': " + why + "; give layer numbers and ranges, as in 3-5,7"});
+  };
+  layers("", "it is empty");
+  for (const char* text : {"1,", ",1", "1,,2"}) layers(text, "nothing stands before or after a comma");
+  layers("x", "'x' is no layer number from 0 to 99999");
+  layers("-1", "'-1' is no layer number from 0 to 99999");
+  layers("1-", "'' is no layer number from 0 to 99999");
+  layers("0-100000", "'100000' is no layer number from 0 to 99999");
+  layers("1-99999999999999999999", "'99999999999999999999' is no layer number from 0 to 99999");
+  layers("1,3-2", "the range 3-2 runs backwards");
+  const auto bytes = [&](const std::string& text, const std::string& why) {
+    expect_refused(
+        convert({"--to", "fp8-block", "--shards-bytes", text}), 2,
+        {"--shards-bytes '" + text + "': " + why + "; give a count of bytes such as 5368709120, 500MB or 5GiB"});
+  };
+  bytes("", "it is empty");
+  bytes("GB", "it does not begin with a number");
+  for (const char* text : {"0", "0.9", "-5", "nan"}) bytes(text, "a file holds at least 1 byte");
+  for (const char* unit : {"parsecs", "ib", "kk", "x", "gbb", "pb"})
+    bytes("5 " + std::string(unit),
+          "'" + std::string(unit) + "' is no unit; there are kB, MB, GB, TB and KiB, MiB, GiB, TiB");
+  bytes("5e6TB", "'e6tb' is no unit; there are kB, MB, GB, TB and KiB, MiB, GiB, TiB");
+  for (const char* text : {"99999999999999999999", "inf", "9999999TB"}) bytes(text, "that is more than 2^62 bytes");
   expect_refused({"convert", "--model", model(), "--out", model(), "--to", "fp8-block"}, 2, {"is the model itself"});
   expect_refused({"convert", "--model", model(), "--out", model(), "--to", "fp8-block", "--force"}, 2, {"the model"});
   expect_refused({"convert", "--model", model(), "--out", path("model/x"), "--to", "fp8-block"}, 2, {"model's folder"});
