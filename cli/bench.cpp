@@ -14,54 +14,40 @@ namespace sluice::cli {
 
 namespace {
 
-constexpr const char* kAbout =
-    "Time stages and the layer against measured ceilings, on the CPU or on a GPU\n\n"
-    "Checks what it is about to time, then times every stage and the whole layer: median, p10 and p90 of the runs, "
-    "the\n"
-    "bytes and FLOPs that must at least be moved and done, and the share of the floor max(bytes / bandwidth, flops / "
-    "peak).\n"
-    "On a CPU the ceilings are measured first: memory stream bandwidth and the f32 FMA peak. On a GPU they are those "
-    "of "
-    "an\n"
-    "H200: 4.5 TB/s, 1.49 PFLOP/s in e4m3, 0.79 in bf16. With --json one line per row.";
+constexpr const char* kAbout = R"(Time stages and the layer against measured ceilings, on the CPU or on a GPU
+
+Checks what it is about to time, then times every stage and the whole layer: median, p10 and p90 of the runs, the
+bytes and FLOPs that must at least be moved and done, and the share of the floor max(bytes / bandwidth, flops / peak).
+On a CPU the ceilings are measured first: memory stream bandwidth and the f32 FMA peak. On a GPU they are those of an
+H200: 4.5 TB/s, 1.49 PFLOP/s in e4m3, 0.79 in bf16. With --json one line per row.)";
 
 constexpr const char* kFooter =
-    "Columns: A, experts that have rows; R, routed rows; BYTES, weights of those experts once, inputs and outputs "
-    "once; "
-    "OF,\n"
-    "the ceiling that sets the floor: stream (bandwidth) or fma (arithmetic, of the tensor cores on a GPU).\n"
-    "Weights are random (--like) or the checkpoint's (--model). --like picks sizes only: w8a8 and w8a16 get e4m3 "
-    "weights,\n"
-    "bf16 and f32 get bf16 weights.\n"
-    "The exit status is 0 when all was measured and 1 when a check before it failed, which is then not timed.\n"
-    "\n"
-    "On a CPU, runs rotate over copies of the weights and over sets of routed experts, so that weights come from "
-    "memory "
-    "and\n"
-    "not from a cache where the machine has the room; with too little memory fewer experts are kept, as on one rank "
-    "of\n"
-    "several, and the row says how many. A row whose runs touch no more than the last-level cache in all is marked "
-    "\"in\n"
-    "cache\": it says nothing about memory, its share may exceed 100 %, and no goal is judged by it. The ceilings are\n"
-    "measured twice, and a warning says when they disagree by more than 15 %: then so do the shares.\n"
-    "Goals, where the rows they need are there: expert GEMMs at T=1 in w8a8 and w8a16 reach half the stream bandwidth, "
-    "at\n"
-    "T=512 in bf16 and f32 half the FMA peak; from T=512 on the layer in w8a8 is no slower than in bf16. A goal that "
-    "is "
-    "not\n"
-    "met does not change the exit status.\n"
-    "\n"
-    "On a GPU (--device cuda, and auto where GPU 0 can run the layer) a row is the replay of a CUDA graph between two "
-    "events:\n"
-    "one for each stage, on the same bytes each time, and one for the layer, on other routed experts each time. The "
-    "layer\n"
-    "must first have the bits of its stages. All experts are kept; --memory and --threads concern the CPU alone.\n"
-    "\n"
-    "Examples:\n"
-    "  sluice bench --like qwen3-30b\n"
-    "  sluice bench --like deepseek-v3 --tokens 1 --precision w8a8 --threads 2\n"
-    "  sluice bench --like deepseek-v3 --tokens 1,128,8192 --precision w8a8 --device cuda --stages\n"
-    "  sluice bench --model data/tiny-dsv3 --layer 1 --tokens 512 --route zipf --json\n";
+    R"(Columns: R, routed rows; A, experts that have rows; BYTES, weights of those experts once, inputs and outputs once;
+WORK, FLOPs; SHARE, of the floor in the median; OF, the ceiling that sets the floor: stream (bandwidth) or fma
+(arithmetic, of the tensor cores on a GPU).
+Weights are random (--like) or the checkpoint's (--model). --like picks sizes only: w8a8 and w8a16 get e4m3 weights,
+bf16 and f32 get bf16 weights.
+The exit status is 0 when all was measured and 1 when a check before it failed, which is then not timed.
+
+On a CPU, runs rotate over copies of the weights and over sets of routed experts, so that weights come from memory and
+not from a cache where the machine has the room; with too little memory fewer experts are kept, as on one rank of
+several, and the row says how many. A row whose runs touch no more than the last-level cache in all is marked "in
+cache": it says nothing about memory, its share may exceed 100 %, and no goal is judged by it. The ceilings are
+measured twice, and a warning says when they disagree by more than 15 %: then so do the shares.
+Goals, where the rows they need are there: expert GEMMs at T=1 in w8a8 and w8a16 reach half the stream bandwidth, at
+T=512 in bf16 and f32 half the FMA peak; from T=512 on the layer in w8a8 is no slower than in bf16. A goal that is not
+met does not change the exit status.
+
+On a GPU (--device cuda, and auto where GPU 0 can run the layer) a row is the replay of a CUDA graph between two events:
+one for each stage, on the same bytes each time, and one for the layer, on other routed experts each time. The layer
+must first have the bits of its stages. All experts are kept; --memory and --threads concern the CPU alone.
+
+Examples:
+  sluice bench --like qwen3-30b
+  sluice bench --like deepseek-v3 --tokens 1 --precision w8a8 --threads 2
+  sluice bench --like deepseek-v3 --tokens 1,128,8192 --precision w8a8 --device cuda --stages
+  sluice bench --model data/tiny-dsv3 --layer 1 --tokens 512 --route zipf --json
+)";
 
 struct BenchOptions {
   SubjectOptions subject;

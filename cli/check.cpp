@@ -18,41 +18,34 @@ namespace sluice::cli {
 
 namespace {
 
-constexpr const char* kAbout =
-    "Compare every implementation with the reference on this machine\n\n"
-    "Runs a layer's stages with every implementation that can run here, each against the plain double-precision\n"
-    "reference on the same inputs, and the whole layer in every precision it can run: against its own stages called "
-    "one\n"
-    "by one (the same bits), with one thread, with a token alone in its batch (the same bits), and against the\n"
-    "layer in f32 made of references alone. Prints the worst row's error beside its bound (docs/numerics.md).";
+constexpr const char* kAbout = R"(Compare every implementation with the reference on this machine
+
+Runs a layer's stages with every implementation that can run here, each against the plain double-precision
+reference on the same inputs, and the whole layer in every precision it can run: against its own stages called one
+by one (the same bits), with one thread, with a token alone in its batch (the same bits), and against the
+layer in f32 made of references alone. Prints the worst row's error beside its bound (docs/numerics.md).)";
 
 constexpr const char* kLegend =
-    "WORST ROW: relative L2 error of the row that is nearest to its bound; BOUND: what that row may have; OF BOUND: "
-    "the\n"
-    "largest share of its own bound that any element uses (of the whole layer: any row). Above 100 % a line fails.\n";
+    R"(WORST ROW: relative L2 error of the row that is nearest to its bound; BOUND: what that row may have; OF BOUND: the
+largest share of its own bound that any element uses (of the whole layer: any row). Above 100 % a line fails.
+)";
 
 constexpr const char* kFooter =
-    "Columns: WORST ROW is the relative L2 error |got - want| / |want| of the row that is nearest to its bound, BOUND "
-    "what\n"
-    "that row may have. OF BOUND is the verdict: the largest share of its own bound that any element uses (in the "
-    "line\n"
-    "`reference in f32`: any row); above 100 % the line fails. It may be far above WORST ROW / BOUND: one element may "
-    "use\n"
-    "all of its bound in a row that is close as a whole. ROWS is how many rows were compared.\n"
-    "Rules: `bitwise` stages have defined bits; `derived bound` is gamma(128 + ceil(K/128) + 2) * sum|a||w| plus "
-    "output\n"
-    "rounding, per element, for the roundings of 128 products, of ceil(K/128) block sums, of a_scale * w_scale and of\n"
-    "the bias; `budget` is the whole layer's per-row relative L2 error: f32 2e-6, bf16 and w8a16 1e-2, w8a8 7e-2, "
-    "times\n"
-    "the token's cancellation |parts| / |out| where that exceeds 1.\n"
-    "Large layers: the reference recomputes a sample of rows, so that it ends in seconds; the ROWS column says how "
-    "many.\n"
-    "Exit code 1 when any line fails.\n"
-    "\n"
-    "Examples:\n"
-    "  sluice check --model data/tiny-dsv3 --layer 1\n"
-    "  sluice check --model data/tiny-dsv3 --layer 2 --input data/tiny-dsv3/golden.safetensors:layer2.x --precision "
-    "w8a8\n";
+    R"(Columns: WORST ROW is the relative L2 error |got - want| / |want| of the row that is nearest to its bound, BOUND what
+that row may have. OF BOUND is the verdict: the largest share of its own bound that any element uses (in the line
+`reference in f32`: any row); above 100 % the line fails. It may be far above WORST ROW / BOUND: one element may use
+all of its bound in a row that is close as a whole. ROWS is how many rows were compared.
+Rules: `bitwise` stages have defined bits; `derived bound` is gamma(128 + ceil(K/128) + 2) * sum|a||w| plus output
+rounding, per element, for the roundings of 128 products, of ceil(K/128) block sums, of a_scale * w_scale and of
+the bias; `budget` is the whole layer's per-row relative L2 error: f32 2e-6, bf16 and w8a16 1e-2, w8a8 7e-2, times
+the token's cancellation |parts| / |out| where that exceeds 1.
+Large layers: the reference recomputes a sample of rows, so that it ends in seconds; the ROWS column says how many.
+Exit code 1 when any line fails.
+
+Examples:
+  sluice check --model data/tiny-dsv3 --layer 1
+  sluice check --model data/tiny-dsv3 --layer 2 --input data/tiny-dsv3/golden.safetensors:layer2.x --precision w8a8
+)";
 
 struct CheckOptions {
   std::string model;

@@ -17,40 +17,33 @@ namespace sluice::cli {
 
 namespace {
 
-constexpr const char* kAbout =
-    "Quantise the experts of a bf16, f16 or f32 checkpoint, and check the result\n\n"
-    "Reads a checkpoint and writes another, which sluice and other software that knows the format can load: the\n"
-    "projections of routed and shared experts are quantised, every other tensor and file is copied bit for bit, and\n"
-    "config.json gets the quantization_config. Experts that are fused into one tensor become one tensor per expert.";
+constexpr const char* kAbout = R"(Quantise the experts of a bf16, f16 or f32 checkpoint, and check the result
 
-constexpr const char* kFooter =
-    "Formats:\n"
-    "  fp8-block     e4m3, a scale per 128x128: weight + weight_scale_inv, quant_method fp8 (as DeepSeek-V3 is "
-    "published)\n"
-    "  fp8-channel   e4m3, a scale per output row: weight + weight_scale, quant_method compressed-tensors\n"
-    "  int8-channel  int8, a scale per output row: weight + weight_scale, quant_method compressed-tensors\n"
-    "Scales are max(amax, 1e-10) / 448 or / 127 (docs/numerics.md); activations are named as dynamic ones.\n"
-    "\n"
-    "The result is read back before it gets its name: every scale must be its group's amax / top, every element "
-    "within\n"
-    "half a step of the format, every copy equal. The errors printed are |q * scale - w| / |w| per matrix, and the "
-    "largest\n"
-    "share of its bound that an element uses. A violation is exit code 1.\n"
-    "\n"
-    "The source is only read. The output is written beside its name and renamed at the end: on failure, on a full disk "
-    "and\n"
-    "on Ctrl-C nothing stays behind (a killed process leaves a folder .sluice-*.tmp). An output that exists is "
-    "refused;\n"
-    "--force replaces a checkpoint, when the new one is complete. Weights that are NaN or infinite are refused by "
-    "name.\n"
-    "Memory: about 100 MB and the names of the tensors, whatever the size of the checkpoint, beside file pages that "
-    "the\n"
-    "system takes back at will.\n"
-    "\n"
-    "Examples:\n"
-    "  sluice synth --like qwen3-30b --layers 1 --experts 16 --out small\n"
-    "  sluice convert --model small --out small-fp8 --to fp8-block\n"
-    "  sluice convert --model small --out small-int8 --to int8-channel --layers 0-3,7\n";
+Reads a checkpoint and writes another, which sluice and other software that knows the format can load: the
+projections of routed and shared experts are quantised, every other tensor and file is copied bit for bit, and
+config.json gets the quantization_config. Experts that are fused into one tensor become one tensor per expert.)";
+
+constexpr const char* kFooter = R"(Formats:
+  fp8-block     e4m3, a scale per 128x128: weight + weight_scale_inv, quant_method fp8 (as DeepSeek-V3 is published)
+  fp8-channel   e4m3, a scale per output row: weight + weight_scale, quant_method compressed-tensors
+  int8-channel  int8, a scale per output row: weight + weight_scale, quant_method compressed-tensors
+Scales are max(amax, 1e-10) / 448 or / 127 (docs/numerics.md); activations are named as dynamic ones.
+
+The result is read back before it gets its name: every scale must be its group's amax / top, every element within
+half a step of the format, every copy equal. The errors printed are |q * scale - w| / |w| per matrix, and the largest
+share of its bound that an element uses. A violation is exit code 1.
+
+The source is only read. The output is written beside its name and renamed at the end: on failure, on a full disk and
+on Ctrl-C nothing stays behind (a killed process leaves a folder .sluice-*.tmp). An output that exists is refused;
+--force replaces a checkpoint, when the new one is complete. Weights that are NaN or infinite are refused by name.
+Memory: about 100 MB and the names of the tensors, whatever the size of the checkpoint, beside file pages that the
+system takes back at will.
+
+Examples:
+  sluice synth --like qwen3-30b --layers 1 --experts 16 --out small
+  sluice convert --model small --out small-fp8 --to fp8-block
+  sluice convert --model small --out small-int8 --to int8-channel --layers 0-3,7
+)";
 
 struct ConvertOptions {
   std::string model, out, to;

@@ -11,22 +11,21 @@ namespace sluice::cli {
 
 namespace {
 
-constexpr const char* kAbout =
-    "Show what a layer resolves to: implementations, configuration, workspace\n\n"
-    "Creates the layer for up to T tokens without reading weights and prints, per stage, the chosen implementation, "
-    "its\n"
-    "configuration and tensors, why the others declined, and every item of the workspace with its shape in letters.";
+constexpr const char* kAbout = R"(Show what a layer resolves to: implementations, configuration, workspace
+
+Creates the layer for up to T tokens without reading weights and prints, per stage, the chosen implementation, its
+configuration and tensors, why the others declined, and every item of the workspace with its shape in letters.)";
 
 constexpr const char* kFooter =
-    "There is no silent fallback: --impl forces an implementation, and one that cannot run is an error with its "
-    "reason.\n"
-    "\n"
-    "Examples:\n"
-    "  sluice explain --model data/tiny-dsv3 --layer 1 --tokens 512\n"
-    "  sluice explain --like deepseek-v3 --tokens 1 --precision w8a8\n"
-    "  sluice explain --like deepseek-v3 --precision all\n"
-    "  sluice explain --like deepseek-v3 --impl grouped_gemm=reference\n"
-    "  SLUICE_DISABLE=cuda-wgmma sluice explain --like deepseek-v3 --device cuda\n";
+    R"(There is no silent fallback: --impl forces an implementation, and one that cannot run is an error with its reason.
+
+Examples:
+  sluice explain --model data/tiny-dsv3 --layer 1 --tokens 512
+  sluice explain --like deepseek-v3 --tokens 1 --precision w8a8
+  sluice explain --like deepseek-v3 --precision all
+  sluice explain --like deepseek-v3 --impl grouped_gemm=reference
+  SLUICE_DISABLE=cuda-wgmma sluice explain --like deepseek-v3 --device cuda
+)";
 
 struct ExplainOptions {
   SubjectOptions subject;

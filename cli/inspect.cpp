@@ -14,20 +14,20 @@ namespace sluice::cli {
 
 namespace {
 
-constexpr const char* kAbout =
-    "List the MoE layers of a checkpoint and what can run them\n\n"
-    "Lists the MoE layers of a checkpoint: gate, sizes, dtypes, bytes, and what Sluice can run them in. Only headers "
-    "and\n"
-    "config.json are read, so this is quick for any size. Identical neighbouring layers share a row.";
+constexpr const char* kAbout = R"(List the MoE layers of a checkpoint and what can run them
+
+Lists the MoE layers of a checkpoint: gate, sizes, dtypes, bytes, and what Sluice can run them in. Only headers and
+config.json are read, so this is quick for any size. Identical neighbouring layers share a row.)";
 
 constexpr const char* kFooter =
-    "Columns: E experts, S slots per token, H hidden, I intermediate, SHARED intermediate size of the shared experts\n"
-    "(0: none; +g: with a sigmoid gate), LAYER and EXPERT bytes of one layer's tensors and of one routed expert.\n"
-    "Exit code 3 when a layer's tensors are missing or wrong; the others are still listed.\n"
-    "\n"
-    "Examples:\n"
-    "  sluice inspect data/tiny-dsv3\n"
-    "  sluice inspect model.safetensors --json | jq '.groups[0].num_experts'\n";
+    R"(Columns: E experts, S slots per token, H hidden, I intermediate, SHARED intermediate size of the shared experts
+(0: none; +g: with a sigmoid gate), LAYER and EXPERT bytes of one layer's tensors and of one routed expert.
+Exit code 3 when a layer's tensors are missing or wrong; the others are still listed.
+
+Examples:
+  sluice inspect data/tiny-dsv3
+  sluice inspect model.safetensors --json | jq '.groups[0].num_experts'
+)";
 
 Json layer_json(const LayerInfo& info) {
   Json document = config_json(info.config);

@@ -17,24 +17,23 @@
 namespace {
 
 constexpr const char* kAbout =
-    "Sluice runs the Mixture-of-Experts layer of large language models. A checkpoint is a folder with config.json and\n"
-    "model.safetensors (or model.safetensors.index.json and its shards), as published on the Hugging Face Hub.";
+    R"(Sluice runs the Mixture-of-Experts layer of large language models. A checkpoint is a folder with config.json and
+model.safetensors (or model.safetensors.index.json and its shards), as published on the Hugging Face Hub.)";
 
 constexpr const char* kFooter =
-    "Letters: T tokens, S slots (top-k per token), E experts, H hidden, I intermediate. Sizes are decimal (1 MB = 10^6 "
-    "B).\n"
-    "Results never depend on --threads or on how tokens are batched, to the bit.\n"
-    "\n"
-    "Exit codes: 0 success, 1 a check failed, 2 wrong usage, 3 bad input (file, model or value), 4 internal error.\n"
-    "Errors go to stderr as \"sluice: error: ...\"; with --json also to stdout as {\"error\": {...}}.\n"
-    "Every command takes --json, and --help explains each with examples.\n"
-    "\n"
-    "First steps:\n"
-    "  sluice inspect data/tiny-dsv3\n"
-    "  sluice check --model data/tiny-dsv3 --layer 1\n"
-    "  sluice run --model data/tiny-dsv3 --layer 1 --input data/tiny-dsv3/golden.safetensors:layer1.x --output "
-    "y.safetensors\n"
-    "  sluice synth --like qwen3-30b --layers 1 --out qwen3-layer\n";
+    R"(Letters: T tokens, S slots (top-k per token), E experts, H hidden, I intermediate. Sizes are decimal (1 MB = 10^6 B).
+Results never depend on --threads or on how tokens are batched, to the bit.
+
+Exit codes: 0 success, 1 a check failed, 2 wrong usage, 3 bad input (file, model or value), 4 internal error.
+Errors go to stderr as "sluice: error: ..."; with --json also to stdout as {"error": {...}}.
+Every command takes --json, and --help explains each with examples.
+
+First steps:
+  sluice inspect data/tiny-dsv3
+  sluice check --model data/tiny-dsv3 --layer 1
+  sluice run --model data/tiny-dsv3 --layer 1 --input data/tiny-dsv3/golden.safetensors:layer1.x --output y.safetensors
+  sluice synth --like qwen3-30b --layers 1 --out qwen3-layer
+)";
 
 // Commands describe themselves in a summary line and a paragraph; the list of commands shows the line only.
 class Formatter : public CLI::Formatter {

@@ -22,29 +22,27 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr const char* kAbout =
-    "Run one MoE layer on activations from a file\n\n"
-    "Reads x [T,H] (bf16 or f32) and writes a safetensors file with y f32 [T,H] (shared experts included),\n"
-    "topk_idx i32 [T,S] and topk_weight f32 [T,S] (routed_scaling_factor included). x is what the MoE block itself\n"
-    "receives, after the layer's norm. Tokens go through in chunks that bound the memory; the result does not depend "
-    "on\n"
-    "their size, on --threads, or on the other tokens, to the bit.";
+constexpr const char* kAbout = R"(Run one MoE layer on activations from a file
+
+Reads x [T,H] (bf16 or f32) and writes a safetensors file with y f32 [T,H] (shared experts included),
+topk_idx i32 [T,S] and topk_weight f32 [T,S] (routed_scaling_factor included). x is what the MoE block itself
+receives, after the layer's norm. Tokens go through in chunks that bound the memory; the result does not depend on
+their size, on --threads, or on the other tokens, to the bit.)";
 
 constexpr const char* kFooter =
-    "The output appears whole or not at all: it is written beside its place and renamed at the end. It may not be the\n"
-    "input or a file of the model. T = 0 gives empty tensors. Memory: at most twice the layer's bytes + 200 MB.\n"
-    "\n"
-    "Precisions (default: w8a8 for e4m3 experts, else bf16, f32 for f32 experts):\n"
-    "  w8a8   e4m3 weights, activations quantised to e4m3 per token and 128 columns\n"
-    "  w8a16  e4m3 weights, bf16 activations\n"
-    "  bf16   bf16 weights and activations (e4m3 weights are dequantised while loading)\n"
-    "  f32    f32 activations and arithmetic on any weights\n"
-    "\n"
-    "Examples:\n"
-    "  sluice run --model data/tiny-dsv3 --layer 1 --input data/tiny-dsv3/golden.safetensors:layer1.x --output "
-    "y.safetensors\n"
-    "  sluice run --model M --layer 3 --input x.npy --output y.safetensors --precision f32 --impl "
-    "grouped_gemm=reference\n";
+    R"(The output appears whole or not at all: it is written beside its place and renamed at the end. It may not be the
+input or a file of the model. T = 0 gives empty tensors. Memory: at most twice the layer's bytes + 200 MB.
+
+Precisions (default: w8a8 for e4m3 experts, else bf16, f32 for f32 experts):
+  w8a8   e4m3 weights, activations quantised to e4m3 per token and 128 columns
+  w8a16  e4m3 weights, bf16 activations
+  bf16   bf16 weights and activations (e4m3 weights are dequantised while loading)
+  f32    f32 activations and arithmetic on any weights
+
+Examples:
+  sluice run --model data/tiny-dsv3 --layer 1 --input data/tiny-dsv3/golden.safetensors:layer1.x --output y.safetensors
+  sluice run --model M --layer 3 --input x.npy --output y.safetensors --precision f32 --impl grouped_gemm=reference
+)";
 
 struct RunOptions {
   std::string model;

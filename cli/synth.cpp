@@ -14,23 +14,22 @@ namespace sluice::cli {
 
 namespace {
 
-constexpr const char* kAbout =
-    "Write a random checkpoint in a model's layout, to try without a download\n\n"
-    "Writes config.json and safetensors files with the names, shapes and dtypes of a released model, or of any "
-    "config.json,\n"
-    "with its MoE layers and nothing else. Weights are normal with deviation 1/sqrt(fan-in), scales are real ones\n"
-    "(a block's amax / 448). The same arguments and seed give the same bytes. The folder must be new or empty; on "
-    "failure\n"
-    "and on Ctrl-C nothing stays behind.";
+constexpr const char* kAbout = R"(Write a random checkpoint in a model's layout, to try without a download
+
+Writes config.json and safetensors files with the names, shapes and dtypes of a released model, or of any config.json,
+with its MoE layers and nothing else. Weights are normal with deviation 1/sqrt(fan-in), scales are real ones
+(a block's amax / 448). The same arguments and seed give the same bytes. The folder must be new or empty; on failure
+and on Ctrl-C nothing stays behind.)";
 
 constexpr const char* kFooter =
-    "One layer of deepseek-v3 takes 11.3 GB, of qwen3-30b 1.2 GB; --experts, --hidden and --intermediate make a small\n"
-    "relative. Layer numbers stay those of the model: `sluice inspect DIR` lists them.\n"
-    "\n"
-    "Examples:\n"
-    "  sluice synth --like qwen3-30b --layers 1 --out qwen3-layer\n"
-    "  sluice synth --like deepseek-v3 --layers 2 --experts 16 --hidden 1024 --intermediate 512 --out small-dsv3\n"
-    "  sluice synth --like my/config.json --weights e4m3 --seed 7 --out mine\n";
+    R"(One layer of deepseek-v3 takes 11.3 GB, of qwen3-30b 1.2 GB; --experts, --hidden and --intermediate make a small
+relative. Layer numbers stay those of the model: `sluice inspect DIR` lists them.
+
+Examples:
+  sluice synth --like qwen3-30b --layers 1 --out qwen3-layer
+  sluice synth --like deepseek-v3 --layers 2 --experts 16 --hidden 1024 --intermediate 512 --out small-dsv3
+  sluice synth --like my/config.json --weights e4m3 --seed 7 --out mine
+)";
 
 Outcome synth(io::SynthRequest request, const std::string& weights, bool json) {
   if (weights == "bf16") request.weights = io::SynthWeights::kBF16;

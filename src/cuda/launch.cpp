@@ -40,8 +40,7 @@ Allowed* find_allowed(const void* kernel) {
 
 Status to_status(cudaError_t error, std::string_view what) {
   if (error == cudaSuccess) return Status::ok();
-  return {StatusCode::kInternal,
-          fmt::format("{}: {} ({})", what, cudaGetErrorName(error), cudaGetErrorString(error))};
+  return {StatusCode::kInternal, fmt::format("{}: {} ({})", what, cudaGetErrorName(error), cudaGetErrorString(error))};
 }
 
 Status facts_of(int device, DeviceFacts& facts) {
