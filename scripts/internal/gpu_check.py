@@ -24,6 +24,7 @@ FILTERS = ROOT / "tests" / "gpu" / "sanitizer_filters.txt"
 ALLOWED_SKIPS = ROOT / "tests" / "gpu" / "allowed_skips.txt"
 SANITIZER_ERROR = 86
 PACKED = "packed.json"
+PROGRAMS = "gpu_programs.txt"  # written by configure: what the target gpu_programs builds, relative to the build folder
 # What a benchmark must be given to print JSON lines, and the one that is for tuning and judges nothing.
 BENCH_ARGUMENTS = {"gpu_stages": ["--json"]}
 TUNING = {"gpu_gemm_tiles"}
@@ -97,6 +98,17 @@ def describe_build(build, commit):
         return packed
     commit, dirty = describe_source(commit)
     return {"commit": commit, "dirty": dirty, "cuda": cuda_of_build(build)}
+
+
+def expected_programs(build):
+    """The paths of the programs this build was configured for; None where the folder does not say."""
+    path = build / PROGRAMS
+    return path.read_text().split() if path.is_file() else None
+
+
+def missing_programs(build, part=""):
+    """Of those below the folder `part` the ones that are not there."""
+    return [name for name in expected_programs(build) or [] if name.startswith(part) and not os.access(build / name, os.X_OK)]
 
 
 def test_programs(build):
@@ -274,8 +286,17 @@ def peer_programs(build, wanted_python):
 
 def pack(build, folder, commit):
     """Copies the programs a run needs, stripped: for a machine with a GPU and nothing to build with."""
-    programs = [path for _, path in test_programs(build)] + [command[1] for command in bench_programs(build)]
-    programs += [path for path in sorted((build / "bench").glob("peer_*")) if os.access(path, os.X_OK) and path.is_file()]
+    names = expected_programs(build)
+    if names is None:
+        say(f"{build} is no build folder with the CUDA code: it has no {PROGRAMS}; configure it with preset cuda-release")
+        return 1
+    if missing := missing_programs(build):
+        say(f"{len(missing)} of {len(names)} programs are not in {build}: {', '.join(missing)}")
+        say(f"nothing was packed; build them first: cmake --build {build} --target gpu_programs")
+        return 1
+    if not any(name.startswith("bench/peer_") for name in names):
+        say("this build has no peers (SLUICE_BUILD_PEERS=OFF)")
+    programs = [build / name for name in names]
     num_bytes = 0
     for program in programs:
         target = folder / program.relative_to(build)
@@ -285,6 +306,7 @@ def pack(build, folder, commit):
             say(f"strip {program}: {text.strip()}")
             return 1
         num_bytes += target.stat().st_size
+    (folder / PROGRAMS).write_text("".join(f"{name}\n" for name in names))
     (folder / PACKED).write_text(json.dumps(describe_build(build, commit)) + "\n")
     say(f"{len(programs)} programs, {num_bytes / 1e6:.1f} MB in {folder}; run them with scripts/gpu-check --build {folder}")
     return 0
@@ -341,6 +363,8 @@ def main(arguments):
     tests, sanitizers = record.get("tests", {}), record.get("sanitizers", {})
     problems = tests.get("failures", []) + record.get("bench", {}).get("failures", [])
     patterns = summarise_tests.read_patterns(ALLOWED_SKIPS)
+    if "bench" in parts or "peers" in parts:
+        problems += [f"{name} was not built: its figures are missing" for name in missing_programs(build, "bench/")]
     problems += [f"skipped, and not on the list: {skip}" for skip in forbidden_skips(tests.get("skips", []), patterns)]
     problems += [f"{r['tool']} {r['program']}: {r['verdict']}" for r in sanitizers.get("runs", []) if r["verdict"] != "clean"]
     for problem in problems:

@@ -160,6 +160,38 @@ class Judgement(unittest.TestCase):
             with self.assertRaises(SystemExit):
                 gpu_check.describe_build(folder, "def")
 
+    def test_packing_names_every_program_that_is_missing(self):
+        def pack(build, folder):
+            text = io.StringIO()
+            with contextlib.redirect_stdout(text):
+                return gpu_check.pack(build, folder, "abc"), text.getvalue()
+
+        with tempfile.TemporaryDirectory() as name:
+            build, folder = pathlib.Path(name) / "build", pathlib.Path(name) / "packed"
+            names = ["tests/a_test", "tests/b_test", "bench/gpu_c", "bench/peer_d"]
+            for one in names:
+                (build / one).parent.mkdir(parents=True, exist_ok=True)
+            status, text = pack(build, folder)
+            self.assertEqual(status, 1)
+            self.assertIn("is no build folder with the CUDA code", text)
+            (build / gpu_check.PROGRAMS).write_text("\n".join(names) + "\n")
+            for one in names[::2]:
+                (build / one).write_bytes(pathlib.Path(os.path.realpath(sys.executable)).read_bytes())
+                (build / one).chmod(0o755)
+            (build / names[3]).write_text("a file, but no program")
+            status, text = pack(build, folder)
+            self.assertEqual(status, 1)
+            self.assertIn("2 of 4 programs are not in", text)
+            self.assertIn(": tests/b_test, bench/peer_d\n", text)
+            self.assertFalse(folder.exists())
+            self.assertEqual(gpu_check.missing_programs(build, "bench/"), ["bench/peer_d"])
+            (build / gpu_check.PROGRAMS).write_text("\n".join(names[::2]) + "\n")
+            status, text = pack(build, folder)
+            self.assertEqual(status, 0, text)
+            self.assertIn("this build has no peers", text)
+            self.assertEqual(gpu_check.expected_programs(folder), names[::2])
+            self.assertEqual(gpu_check.missing_programs(folder), [])
+
     def test_a_run_in_parts_becomes_one_record(self):
         old = {"schema": 1, "commit": "a", "dirty": False, "cuda": "13", "gpu": {"name": "G"}, "tests": {"passed": 1}, "left_out": []}
         new = {"schema": 1, "commit": "a", "dirty": False, "cuda": "13", "gpu": {"name": "G"}, "bench": {}, "left_out": []}
