@@ -97,11 +97,22 @@ string(REPLACE ";" ", sm_" shown_architectures "${shown_architectures}")
 sluice_dependency("CUDA" "${CMAKE_CUDA_COMPILER_VERSION}" "GPU implementations: ${shown_architectures}")
 sluice_dependency("CUTLASS" "${cutlass_version}" "headers of the sm_90a kernels")
 
+# For every .cu of our own; with SLUICE_WERROR what nvcc, ptxas or the host compiler warns of fails the build, as in C++.
+function(sluice_cuda_warnings target)
+  target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:-Xcompiler=-Wall>)
+  if(SLUICE_WERROR)
+    list(JOIN SLUICE_SHOWN_WARNINGS "," shown)
+    target_compile_options(${target} PRIVATE
+      "$<$<COMPILE_LANGUAGE:CUDA>:SHELL:-Werror all-warnings -Xcompiler=-Werror$<$<BOOL:${shown}>:$<COMMA>${shown}>>")
+  endif()
+endfunction()
+
 # What every file with kernels compiles with. Contraction stays off on both sides: the order of roundings is the
 # contract (docs/numerics.md).
 function(sluice_kernel_options target)
   target_compile_options(${target} PRIVATE
-    $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr --fmad=false -Xcompiler=-ffp-contract=off,-Wall>)
+    $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr --fmad=false -Xcompiler=-ffp-contract=off>)
+  sluice_cuda_warnings(${target})
   target_include_directories(${target} PRIVATE ${PROJECT_SOURCE_DIR}/include ${PROJECT_SOURCE_DIR}/src)
 endfunction()
 

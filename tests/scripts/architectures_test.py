@@ -3,6 +3,7 @@
 
 Files named *_sm90.cu, those of wgmma and TMA, are compiled for sm_90a alone (for plain sm_90, or any other GPU, they
 would not assemble); the others for GPUs they run on, never with the letter; and nothing leaves PTX, which a driver would compile at run time.
+Where warnings of the C++ code are errors, those of the kernels are too.
 """
 
 import json
@@ -15,6 +16,7 @@ PORTABLE = {"80", "90", "100"}
 def findings(entries):
     out = []
     num_kernels = 0
+    strict = any(entry["file"].endswith(".cpp") and " -Werror " in entry["command"] for entry in entries)
     for entry in entries:
         name = entry["file"]
         if not name.endswith(".cu"):
@@ -23,6 +25,8 @@ def findings(entries):
         # -gencode arch=compute_X,code=sm_X in both spellings nvcc knows; CMake writes the code in brackets.
         pairs = re.findall(r"arch=compute_(\w+),\"?code=\"?\[?([\w,]+)\]?", entry["command"])
         codes = [code for _, codes in pairs for code in codes.split(",")]
+        if strict and "/bench/peers/" not in name and "-Werror all-warnings" not in entry["command"]:
+            out.append(f"{name}: its warnings are no errors, those of the C++ code are")
         if any(code.startswith("compute_") for code in codes):
             out.append(f"{name} leaves PTX: {codes}")
         if re.search(r"\s-arch[=\s]", entry["command"]):
