@@ -101,9 +101,9 @@ sluice_dependency("CUTLASS" "${cutlass_version}" "headers of the sm_90a kernels"
 function(sluice_cuda_warnings target)
   target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:-Xcompiler=-Wall>)
   if(SLUICE_WERROR)
-    list(JOIN SLUICE_SHOWN_WARNINGS "," shown)
+    list(TRANSFORM SLUICE_SHOWN_WARNINGS PREPEND -Xcompiler= OUTPUT_VARIABLE shown)
     target_compile_options(${target} PRIVATE
-      "$<$<COMPILE_LANGUAGE:CUDA>:SHELL:-Werror all-warnings -Xcompiler=-Werror$<$<BOOL:${shown}>:$<COMMA>${shown}>>")
+      "$<$<COMPILE_LANGUAGE:CUDA>:SHELL:-Werror all-warnings>" "$<$<COMPILE_LANGUAGE:CUDA>:-Xcompiler=-Werror;${shown}>")
   endif()
 endfunction()
 
