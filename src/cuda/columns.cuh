@@ -219,10 +219,16 @@ __device__ __forceinline__ std::uint32_t pack_bytes(const float (&t)[4], std::in
   return __byte_perm(__byte_perm(bits[0], bits[1], 0x0040), __byte_perm(bits[2], bits[3], 0x0040), 0x5410);
 }
 
-// q = the bytes of v / scale with an IEEE quotient in three operations instead of a division each: with y = RN(1/scale)
-// and q0 = v*y, fma(-fma(q0, scale, -v), y, q0) is RN(v/scale) (Markstein) wherever nothing underflows or overflows.
-// scale is in [2.2e-13, 2.7e36]; a quotient small enough for the residual to underflow is below 2^-100 and becomes a zero
-// either way. The residual is negated so that -0 / scale stays -0. `finite` says that the whole group is.
+// q = the bytes of v / scale, as an IEEE quotient rounds to them, in three operations instead of a division each: with
+// y = RN(1/scale) and q0 = RN(v*y), t = fma(-fma(q0, scale, -v), y, q0). Why the byte is the same: every operation is
+// within 2^-24, so t = RN(Q + d) with Q = v/scale and |d| <= 2^-46 Q, about 2^-22 of a unit in the last place. t is then
+// RN(Q) unless a midpoint of two floats lies within d of Q; an exact tie of the byte, Q being a float, stays exact. Where
+// it does, t and RN(Q) are neighbours, and their bytes differ only if one of them is a boundary B of the format, which has
+// at most 5 bits (e4m3) or 8 (int8). v = scale * (B + half a unit + d) then leaves for scale only mantissas within 16 of
+// a multiple of 2^17: few enough to try them all, and the bytes of all are right (tests/gpu/quantise_test.cu).
+// Nothing overflows, as scale is in [2.2e-13, 2.7e36]; a quotient small enough for the residual to underflow is below
+// 2^-60 and becomes a zero either way. The residual is negated so that -0 / scale stays -0. `finite` says that the whole
+// group is.
 template <class Q>
 __device__ __forceinline__ uint4 quantise_unit(const float (&v)[kUnitColumns], float scale, bool finite) {
   const float y = __frcp_rn(scale);
