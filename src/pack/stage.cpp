@@ -7,6 +7,7 @@
 #include <limits>
 
 #include "core/can_run.h"
+#include "core/scales.h"
 
 namespace sluice::pack {
 
@@ -22,23 +23,12 @@ constexpr Impl<Args> kImpls[] = {
 
 }  // namespace
 
-// int8 has one scale a row; e4m3 that or one for 128 columns, told apart by shape.
-static Status bind_scale(AxisBinder& binder, const TensorView& values, const TensorSpec& blocks, const TensorSpec& rows,
-                         const TensorView& scale, Phase phase) {
-  if (values.dtype == DType::kI8) return binder.bind(rows, scale, phase);
-  return binder.bind_either(blocks, rows, scale, phase);
-}
-
 Status check(const Args& args, Phase phase) {
   const auto fail = [](std::string text) { return Status(StatusCode::kInvalidArgument, "pack: " + std::move(text)); };
   AxisBinder binder("pack");
   SLUICE_TRY(binder.bind(kX, args.x, phase));
   const bool x_quantised = is_quantised(args.x.dtype);
-  if (args.x_scale.is_present() != x_quantised) {
-    return fail(fmt::format("x is {} and x_scale is {}; x_scale must be present exactly when x is e4m3 or i8",
-                            args.x.to_string(), args.x_scale.to_string()));
-  }
-  SLUICE_TRY(bind_scale(binder, args.x, kXScale, kXRowScale, args.x_scale, phase));
+  SLUICE_TRY(bind_scale("pack", binder, kX, args.x, kXScale, kXRowScale, args.x_scale, phase));
   if (args.row_token.is_present()) {
     SLUICE_TRY(binder.bind(kRowToken, args.row_token, phase));
   } else {
@@ -49,13 +39,7 @@ Status check(const Args& args, Phase phase) {
   if (args.rows.shape[0] > std::numeric_limits<std::int32_t>::max()) {
     return fail(fmt::format("rows = {} has more rows than an i32 can number", args.rows.to_string()));
   }
-  const bool rows_quantised = is_quantised(args.rows.dtype);
-  if (args.rows_scale.is_present() != rows_quantised) {
-    return fail(
-        fmt::format("rows is {} and rows_scale is {}; rows_scale must be present exactly when rows is e4m3 or i8",
-                    args.rows.to_string(), args.rows_scale.to_string()));
-  }
-  SLUICE_TRY(bind_scale(binder, args.rows, kRowsScale, kRowsRowScale, args.rows_scale, phase));
+  SLUICE_TRY(bind_scale("pack", binder, kRows, args.rows, kRowsScale, kRowsRowScale, args.rows_scale, phase));
   if (x_quantised && args.rows.dtype != args.x.dtype) {
     return fail(fmt::format("x is {0}, so rows must be {0}, got {1}", to_string(args.x.dtype), args.rows.to_string()));
   }
@@ -65,9 +49,7 @@ Status check(const Args& args, Phase phase) {
                     "both one a row",
                     args.x_scale.to_string(), args.rows_scale.to_string()));
   }
-  if (args.rows.dtype == DType::kI8 && !x_quantised && args.scale_format != ScaleFormat::kF32) {
-    return fail(fmt::format("scale_format is {}, but i8 rows have f32 scales", to_string(args.scale_format)));
-  }
+  if (!x_quantised) SLUICE_TRY(check_scale_format("pack", args.rows.dtype, args.scale_format));
   if (args.num_rows.is_present()) SLUICE_TRY(binder.bind(kNumRows, args.num_rows, phase));
   if (args.groups.form != RowGroups::Form::kWhole) {
     if (args.row_token.is_present() || args.num_rows.is_present())

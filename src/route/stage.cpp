@@ -3,8 +3,8 @@
 
 #include <fmt/format.h>
 
+#include "core/can_run.h"
 #ifdef SLUICE_WITH_CUDA
-#include "device/device.h"
 #include "route/cuda.h"
 #endif
 
@@ -19,10 +19,9 @@ std::string describe_cpu(const Args& args, const Machine& machine);
 
 namespace {
 
-Status always(const Args&, const Machine&) { return Status::ok(); }
 #ifdef SLUICE_WITH_CUDA
 // Naming the bad id would need the host to read ids, hence a synchronisation in the call.
-Status on_gpu(const Args& args, const Machine& machine) {
+Status can_run_cuda(const Args& args, const Machine& machine) {
   SLUICE_TRY(device::runs_plain_kernels(machine));
   if (args.checked)
     return {StatusCode::kUnsupported, "checked is a host's work: ids are counted on the GPU, not named"};
@@ -36,10 +35,10 @@ Status on_gpu(const Args& args, const Machine& machine) {
 
 constexpr Impl<Args> kImpls[] = {
 #ifdef SLUICE_WITH_CUDA
-    {"cuda", DeviceKind::kCuda, on_gpu, scratch_bytes_cuda, nullptr, run_cuda},
+    {"cuda", DeviceKind::kCuda, can_run_cuda, scratch_bytes_cuda, nullptr, run_cuda},
 #endif
-    {"cpu", DeviceKind::kCpu, always, scratch_bytes_cpu, describe_cpu, run_cpu},
-    {"reference", DeviceKind::kCpu, always, nullptr, nullptr, run_reference},
+    {"cpu", DeviceKind::kCpu, always<Args>, scratch_bytes_cpu, describe_cpu, run_cpu},
+    {"reference", DeviceKind::kCpu, always<Args>, nullptr, nullptr, run_reference},
 };
 
 }  // namespace

@@ -6,6 +6,7 @@
 #include <cmath>
 
 #include "core/can_run.h"
+#include "core/scales.h"
 
 namespace sluice::swiglu_quant {
 
@@ -43,21 +44,8 @@ Status check(const Args& args, Phase phase) {
   AxisBinder binder("swiglu_quant");
   SLUICE_TRY(binder.bind(kH, args.h, phase));
   SLUICE_TRY(binder.bind(kA, args.a, phase));
-  if (args.a_scale.is_present() != is_quantised(args.a.dtype)) {
-    return {StatusCode::kInvalidArgument,
-            fmt::format("swiglu_quant: a is {} and a_scale is {}; a_scale must be present exactly when a is e4m3 or i8",
-                        args.a.to_string(), args.a_scale.to_string())};
-  }
-  // int8 has one scale a row; e4m3 that or one for 128 columns, told apart by shape.
-  if (args.a.dtype == DType::kI8) {
-    SLUICE_TRY(binder.bind(kARowScale, args.a_scale, phase));
-    if (args.scale_format != ScaleFormat::kF32) {
-      return {StatusCode::kInvalidArgument, fmt::format("swiglu_quant: scale_format is {}, but i8 rows have f32 scales",
-                                                        to_string(args.scale_format))};
-    }
-  } else {
-    SLUICE_TRY(binder.bind_either(kAScale, kARowScale, args.a_scale, phase));
-  }
+  SLUICE_TRY(bind_scale("swiglu_quant", binder, kA, args.a, kAScale, kARowScale, args.a_scale, phase));
+  SLUICE_TRY(check_scale_format("swiglu_quant", args.a.dtype, args.scale_format));
   SLUICE_TRY(check_row_groups("swiglu_quant", args.groups, args.groups.num_groups(), args.h.shape[0], phase));
   return check_activation(args.activation);
 }
