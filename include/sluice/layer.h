@@ -29,6 +29,7 @@ struct LayerOptions {
   Machine machine = Machine::detect_cpu();
   bool plan_only = false;  // resolve and size the layer for a machine without its weights; its forwards refuse
   // Per stage: "gate.logits", "gate.select", "route", "pack", "grouped_gemm", "swiglu_quant", "combine"; "*" for all.
+  // "up_swiglu_quant" is one kernel for two of them ("cuda-fused"), or "composed".
   std::map<std::string, Selection> selection;
   std::shared_ptr<Transport> transport = local_transport();
 };

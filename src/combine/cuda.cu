@@ -2,7 +2,7 @@
 // has one order. Bytes moved: every present row of y once, out once.
 #include "combine/impls.h"
 #include "cuda/columns.cuh"
-#include "cuda/launch.h"
+#include "cuda/dependent_launch.cuh"
 
 namespace sluice::combine {
 
@@ -57,6 +57,8 @@ struct RawUnit {
 
 template <class Y, class Out>
 __global__ void __launch_bounds__(kThreads, 4) combine_tokens(const __grid_constant__ Params p) {
+  wait_for_previous();
+  allow_next();
   const std::int64_t warp = (static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x) / 32;
   const std::int64_t token = warp / p.warps_per_token;
   if (token >= p.num_tokens) return;
@@ -178,7 +180,7 @@ Status run_cuda(const Args& args, const Ctx& ctx) {
   const auto kernel =
       args.y.dtype == DType::kBF16 ? kernel_for<std::uint16_t>(args.out.dtype) : kernel_for<float>(args.out.dtype);
   const std::int64_t blocks = ceil_div(p.num_tokens * p.warps_per_token, kThreads / 32);
-  return launch("combine", kernel, static_cast<unsigned>(blocks), kThreads, 0, stream_of(ctx), p);
+  return launch_after("combine", kernel, static_cast<unsigned>(blocks), kThreads, 0, stream_of(ctx), p);
 }
 
 }  // namespace sluice::combine

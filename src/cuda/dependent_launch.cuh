@@ -22,14 +22,20 @@ __device__ __forceinline__ void allow_next() {
 // As launch(), overlapping with the previous kernel where the device can.
 template <class Params>
 Status launch_after(std::string_view name, void (*kernel)(Params), dim3 grid, dim3 block, std::size_t shared_bytes,
-                    cudaStream_t stream, const Params& params) {
+                    cudaStream_t stream, const Params& params, int cluster = 1) {
   DeviceFacts facts;
   SLUICE_TRY(facts_of_current(facts));
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  return launch_with(name, kernel, grid, block, shared_bytes, stream, params,
-                     facts.capability_major >= 9 ? &attribute : nullptr);
+  cudaLaunchAttribute attributes[2] = {};
+  unsigned count = 0;
+  if (facts.capability_major >= 9) {
+    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (cluster > 1) {
+    attributes[count].id = cudaLaunchAttributeClusterDimension;
+    attributes[count++].val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+  }
+  return launch_with(name, kernel, grid, block, shared_bytes, stream, params, attributes, count);
 }
 
 }  // namespace sluice::cuda

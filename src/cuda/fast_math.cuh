@@ -45,4 +45,29 @@ __device__ __forceinline__ float fast_sigmoid(float x) {
 #endif
 }
 
+// sigmoid(x) for every x, without a branch: for a warp whose arguments are all over the place. Its exponential has the two
+// scalings of spec_exp; from |x| = 18 on the divisor is 1 and the dividend the quotient, below that nothing is subnormal.
+__device__ __forceinline__ float any_sigmoid(float x) {
+  constexpr float kShift = 12582912.0f;
+  float magnitude = fabsf(x);
+  if (magnitude > 104.0f) magnitude = 104.0f;  // e is zero from 103.98 on; NaN stays
+  const float shifted = __fadd_rn(__fmul_rn(-magnitude, __int_as_float(0x3FB8AA3B)), kShift);
+  const float p = exp_of_rest(-magnitude, __fsub_rn(shifted, kShift));
+  const int whole = __float_as_int(shifted) - __float_as_int(kShift);
+  const int half = whole >> 1;
+  float e = __fmul_rn(__fmul_rn(p, __int_as_float((half + 127) << 23)), __int_as_float((whole - half + 127) << 23));
+  if (-magnitude < -103.97208404541015625f) e = 0.0f;
+  const float d = __fadd_rn(1.0f, e);
+  const float a = x >= 0.0f ? 1.0f : e;
+#if __CUDA_ARCH__ == 900
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(d));
+  y = __fmaf_rn(__fmaf_rn(-d, y, 1.0f), y, y);
+  const float q = __fmul_rn(a, y);
+  return d == 1.0f ? a : __fmaf_rn(__fmaf_rn(-d, q, a), y, q);
+#else
+  return __fdiv_rn(a, d);
+#endif
+}
+
 }  // namespace sluice::cuda

@@ -35,7 +35,8 @@ constexpr std::size_t kUnaskedSharedBytes = 48 << 10;  // what every kernel may 
 // Launches `kernel` with one Params struct and says which kernel failed.
 template <class Params>
 Status launch_with(std::string_view name, void (*kernel)(Params), dim3 grid, dim3 block, std::size_t shared_bytes,
-                   cudaStream_t stream, const Params& params, cudaLaunchAttribute* attribute) {
+                   cudaStream_t stream, const Params& params, cudaLaunchAttribute* attributes,
+                   unsigned num_attributes) {
   if (shared_bytes > kUnaskedSharedBytes) {
     SLUICE_TRY(allow_shared_bytes(name, reinterpret_cast<const void*>(kernel), shared_bytes));
   }
@@ -44,8 +45,8 @@ Status launch_with(std::string_view name, void (*kernel)(Params), dim3 grid, dim
   config.blockDim = block;
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
-  config.attrs = attribute;
-  config.numAttrs = attribute == nullptr ? 0 : 1;
+  config.attrs = attributes;
+  config.numAttrs = num_attributes;
   return to_status(cudaLaunchKernelEx(&config, kernel, params), name);
 }
 
@@ -56,7 +57,7 @@ Status launch(std::string_view name, void (*kernel)(Params), dim3 grid, dim3 blo
   cudaLaunchAttribute attribute = {};
   attribute.id = cudaLaunchAttributeClusterDimension;
   attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
-  return launch_with(name, kernel, grid, block, shared_bytes, stream, params, cluster > 1 ? &attribute : nullptr);
+  return launch_with(name, kernel, grid, block, shared_bytes, stream, params, &attribute, cluster > 1 ? 1 : 0);
 }
 
 }  // namespace sluice::cuda

@@ -102,8 +102,14 @@ __device__ __forceinline__ void bulk_wait_read() { asm volatile("cp.async.bulk.w
 __device__ __forceinline__ void bulk_wait_all() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 // ---------------------------------------------------------------------------------------------------------
-// Warpgroups
+// Warpgroups and clusters
 // ---------------------------------------------------------------------------------------------------------
+
+// Of `threads` threads, whole warps, that all call; barrier 0 is __syncthreads.
+template <int kBarrier>
+__device__ __forceinline__ void named_barrier(int threads) {
+  asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "r"(threads) : "memory");
+}
 
 template <int kRegisters>
 __device__ __forceinline__ void registers_shrink() {
@@ -112,6 +118,34 @@ __device__ __forceinline__ void registers_shrink() {
 template <int kRegisters>
 __device__ __forceinline__ void registers_grow() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// Every thread of the cluster that still runs arrives and waits; what each wrote before, to any block's shared memory, is
+// visible behind it.
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_barrier() {
+  cluster_arrive();
+  cluster_wait();
+}
+__device__ __forceinline__ std::uint32_t cluster_rank() {
+  std::uint32_t rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+// The address of this block's shared variable in another block of the cluster.
+__device__ __forceinline__ std::uint32_t address_in(const void* variable, std::uint32_t rank) {
+  std::uint32_t address;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(variable)), "r"(rank));
+  return address;
+}
+__device__ __forceinline__ void store_in_cluster(std::uint32_t address, float value) {
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
+}
+__device__ __forceinline__ void raise_in_cluster(std::uint32_t address, std::uint32_t value) {
+  asm volatile("red.relaxed.cluster.shared::cluster.max.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
 
 // Descriptor of a K-major operand tile in the 128-byte swizzle: start address and stride between atoms in units of 16

@@ -26,6 +26,7 @@ struct GpuTile {
   std::int64_t weight_rows = 128;  // rows of w per tile
   std::int64_t stages = 0;         // of the ring
   std::int64_t shared_bytes = 0;   // of the block
+  bool paired = false;             // the same columns of both stacked matrices, for a fused activation (src/fused)
 
   std::string to_string() const;
 };

@@ -26,14 +26,16 @@ struct TileMemory {
   static constexpr int kStepBytes = 128;
   static constexpr int kAlignBytes = 1024;  // memory starts at a swizzle atom
 
-  static constexpr TileMemory of(bool tokens_on_m, int tokens, int weight_rows, bool block_scales) {
+  // `paired`: the epilogue is a fused activation (src/fused), which keeps the amax of every token, three turns of it.
+  static constexpr TileMemory of(bool tokens_on_m, int tokens, int weight_rows, bool block_scales,
+                                 bool paired = false) {
     TileMemory m;
     m.weight_bytes = weight_rows * kStepBytes;
     m.token_bytes = tokens * kStepBytes;
     m.piece_rows = weight_rows % kScaleBlock == 0 ? static_cast<int>(kScaleBlock) : 64;
     m.pieces = weight_rows / m.piece_rows;
     m.scale_floats = block_scales ? m.pieces * tokens : 0;
-    m.staging_pitch = tokens_on_m ? 2 * weight_rows + 16 : 0;
+    m.staging_pitch = tokens_on_m ? 2 * weight_rows + 16 : paired ? 3 * 4 : 0;
     m.staging_bytes = tokens * m.staging_pitch;
     return m;
   }

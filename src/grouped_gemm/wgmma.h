@@ -36,6 +36,11 @@ struct Params : DeviceScales {
 
 constexpr int kThreads = 384;  // a producer and two consumer warpgroups
 
+// Of legal args: everything but the kernel. A paired tile covers the same columns of two stacked matrices.
+Status make_params(const Args& args, const GpuTile& tile, Params& p);
+// Blocks of a persistent launch: the device's multiprocessors, or as many as there can be tiles.
+Status num_blocks(const Args& args, const GpuTile& tile, const Params& p, unsigned& blocks);
+
 using Kernel = void (*)(Params);
 // The kernel of a tile, or null where it was not compiled. One function per operand type: each is a file of its own,
 // so that they compile side by side.

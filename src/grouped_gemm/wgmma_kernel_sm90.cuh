@@ -9,11 +9,13 @@
 // tokens instead of N/4 of them. Rows of an operand that belong to the next expert are computed and never stored.
 //
 // One output is one chain over ascending k whatever the tile is, so its bits do not depend on the tile (docs/numerics.md).
+// What becomes of a finished tile is the tiling's Epilogue: rows of bf16 here, the activation in src/fused.
 #pragma once
 
 #include <cstdint>
 
 #include "cuda/columns.cuh"
+#include "cuda/dependent_launch.cuh"
 #include "cuda/sm90.cuh"
 #include "grouped_gemm/tile_memory.h"
 #include "grouped_gemm/tile_table.cuh"
@@ -27,9 +29,21 @@ static_assert(kThreads == (1 + kConsumers) * sm90::kWarpgroupThreads);
 constexpr int kScaleWarps = 3;
 constexpr int kConsumerWarps = kConsumers * 4;
 
-template <class Operand_, Scaling kScaling_, bool kTokensOnM_, int kTokens_, int kWeightRows_>
+// The epilogue of the grouped GEMM itself: values rounded to bf16, rows stored (wgmma_sm90.cuh).
+struct StoreRows {
+  using Params = wgmma::Params;
+  static constexpr bool kPaired = false;
+};
+
+// An epilogue that is kPaired wants the same columns of two stacked matrices in one tile: half of its weight rows come from
+// each, as one chunk each, so that a thread holds both values of a column.
+template <class Operand_, Scaling kScaling_, bool kTokensOnM_, int kTokens_, int kWeightRows_,
+          class Epilogue_ = StoreRows>
 struct Tiling {
   using Operand = Operand_;
+  using Epilogue = Epilogue_;
+  using Params = typename Epilogue::Params;
+  static constexpr bool kPaired = Epilogue::kPaired;
   static constexpr Scaling kScaling = kScaling_;
   static constexpr bool kTokensOnM = kTokensOnM_;
   static constexpr int kTokens = kTokens_;
@@ -44,24 +58,26 @@ struct Tiling {
   // Two sets of partial sums, one being promoted while the other is summed, where 232 registers allow it.
   static constexpr bool kTwoSets = kPromote && (kChunks == 1 ? kN <= 128 : kN <= 64);
 
-  static constexpr TileMemory kMemory = TileMemory::of(kTokensOnM, kTokens, kWeightRows, kScaling == Scaling::kBlock);
+  static constexpr TileMemory kMemory = TileMemory::of(kTokensOnM, kTokens, kWeightRows, kScaling == Scaling::kBlock, kPaired);
   static constexpr int kPieceRows = kMemory.piece_rows;
   static constexpr int kPieces = kMemory.pieces;
   static constexpr int kScaleFloats = kMemory.scale_floats;
   static constexpr int kWeightBytes = kMemory.weight_bytes;
   static constexpr int kTokenBytes = kMemory.token_bytes;
-  static constexpr bool kStaged = kTokensOnM;
+  static constexpr bool kStaged = kTokensOnM && !kPaired;
   static constexpr int kStagingPitch = kMemory.staging_pitch;
+  static constexpr int kTileColumns = kPaired ? kWeightRows / 2 : kWeightRows;  // of the output
   static constexpr int kStepElems = sm90::kSwizzleBytes / static_cast<int>(sizeof(typename Operand::Element));
   static_assert(TileMemory::kStepBytes == sm90::kSwizzleBytes);
   static_assert(kTokensOnM ? kTokens == 128 : kWeightRows % 128 == 0);
+  static_assert(!kPaired || (!kTokensOnM && kWeightRows == 256));
 };
 
 struct Shared {
   std::byte* weights;  // [stages][kWeightBytes]
   std::byte* tokens;   // [stages][kTokenBytes]
   float* scales;       // [stages][kPieces][kTokens]
-  std::byte* staging;  // [kTokens][kStagingPitch]: the finished tile in bf16
+  std::byte* staging;  // [kTokens][kStagingPitch]: the epilogue's; rows of the finished tile in bf16
   std::uint64_t* full;
   std::uint64_t* empty;
   TileTable table;
@@ -101,7 +117,7 @@ __device__ void produce_tiles(const Params& p, const Shared& s, TileWalk walk) {
   const bool leader = threadIdx.x == 0;
   Tile tile;
   while (walk.next(tile)) {
-    const Columns columns = columns_of(p, tile.column_tile, Tiling::kWeightRows);
+    const Columns columns = columns_of(p, tile.column_tile, Tiling::kTileColumns);
     for (std::int32_t step = 0; step < p.num_k_steps; ++step, at.advance(p.num_stages)) {
       if (leader) {
         std::uint64_t* const full = s.full + at.stage;
@@ -110,6 +126,9 @@ __device__ void produce_tiles(const Params& p, const Shared& s, TileWalk walk) {
         const std::int32_t k = step * Tiling::kStepElems;
         std::byte* const weights = s.weights + at.stage * Tiling::kWeightBytes;
         sm90::tma_load_4d(&p.weights, full, weights, k, columns.inside, columns.part, tile.group);
+        if constexpr (Tiling::kPaired) {
+          sm90::tma_load_4d(&p.weights, full, weights + Tiling::kWeightBytes / 2, k, columns.inside, 1, tile.group);
+        }
         sm90::tma_load_2d(&p.tokens, full, s.tokens + at.stage * Tiling::kTokenBytes, k, tile.row);
       }
     }
@@ -127,7 +146,7 @@ __device__ void produce_scales(const Params& p, const Shared& s, TileWalk walk, 
   int turn = 0;
   Tile tile;
   while (walk.next(tile)) {
-    const Columns columns = columns_of(p, tile.column_tile, Tiling::kWeightRows);
+    const Columns columns = columns_of(p, tile.column_tile, Tiling::kTileColumns);
     const float* const w_scale =
         p.w_scale + tile.group * p.w_scale_group + columns.part * p.scale_rows_per_part * p.w_scale_row;
     const float* const a_scale = p.a_scale + tile.row * p.a_scale_row;
@@ -145,8 +164,10 @@ __device__ void produce_scales(const Params& p, const Shared& s, TileWalk walk, 
       float w[kPieces];
 #pragma unroll
       for (int c = 0; c < kPieces; ++c) {
-        const std::int32_t row = (columns.inside + c * Tiling::kPieceRows) / static_cast<int>(kScaleBlock);
-        w[c] = row < p.scale_rows_per_part ? w_scale[row * p.w_scale_row + step * p.w_scale_step] : 0.0f;
+        const std::int32_t inside = columns.inside + (Tiling::kPaired ? 0 : c * Tiling::kPieceRows);
+        const std::int32_t row = inside / static_cast<int>(kScaleBlock);
+        const std::int32_t part_row = row + (Tiling::kPaired ? c * p.scale_rows_per_part : 0);
+        w[c] = row < p.scale_rows_per_part ? w_scale[part_row * p.w_scale_row + step * p.w_scale_step] : 0.0f;
       }
       sm90::barrier_wait(s.empty + at.stage, at.parity ^ 1u);
       float* const to = s.scales + at.stage * Tiling::kScaleFloats;
@@ -238,7 +259,7 @@ __device__ __forceinline__ void start(const StageView& v, int c, Accumulator (&d
 }
 
 template <class T>
-__device__ void consume(const Params& p, const Shared& s, TileWalk walk) {
+__device__ void consume(const typename T::Params& p, const Shared& s, TileWalk walk) {
   using Accumulator = typename T::Operand::Accumulator;
   constexpr int kChunks = T::kChunks;
   constexpr int kBlock = static_cast<int>(kScaleBlock);
@@ -251,9 +272,10 @@ __device__ void consume(const Params& p, const Shared& s, TileWalk walk) {
     sm90::barrier_wait(s.full + at.stage, at.parity);
     return view<T>(s, at.stage, warpgroup, warp_row, lane);
   };
+  [[maybe_unused]] int turn = 0;
   Tile tile;
   while (walk.next(tile)) {
-    const Columns columns = columns_of(p, tile.column_tile, T::kWeightRows);
+    const Columns columns = columns_of(p, tile.column_tile, T::kTileColumns);
     Accumulator acc[kChunks][T::kRegs];
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
@@ -344,20 +366,25 @@ __device__ void consume(const Params& p, const Shared& s, TileWalk walk) {
         release(s, at.stage, lane);
       }
     }
-    await_staging<T>();
+    if constexpr (T::kPaired) {
+      T::Epilogue::template finish<T>(p, acc[0], acc[1], s.staging, tile, columns.inside, warp_row, lane, turn);
+      turn = turn == 2 ? 0 : turn + 1;
+    } else {
+      await_staging<T>();
 #pragma unroll
-    for (int c = 0; c < kChunks; ++c) {
-      const int m = T::kTokensOnM ? warp_row : c * kBlock + warp_row;
-      const int n = T::kTokensOnM ? c * kBlock : 0;
-      store<T>(p, acc[c], s.staging, tile, columns, m, n, lane);
+      for (int c = 0; c < kChunks; ++c) {
+        const int m = T::kTokensOnM ? warp_row : c * kBlock + warp_row;
+        const int n = T::kTokensOnM ? c * kBlock : 0;
+        store<T>(p, acc[c], s.staging, tile, columns, m, n, lane);
+      }
+      flush<T>(p, s.staging, tile, columns, warp_row, lane);
     }
-    flush<T>(p, s.staging, tile, columns, warp_row, lane);
   }
   if constexpr (T::kStaged) sm90::bulk_wait_all();
 }
 
 template <class T>
-__global__ void __launch_bounds__(kThreads, 1) grouped_gemm_wgmma(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(kThreads, 1) grouped_gemm_wgmma(const __grid_constant__ typename T::Params p) {
   extern __shared__ __align__(1024) std::byte memory[];
   const Shared s = carve<T>(memory, p);
   constexpr bool kScaled = T::kScaling == Scaling::kBlock;
@@ -371,6 +398,9 @@ __global__ void __launch_bounds__(kThreads, 1) grouped_gemm_wgmma(const __grid_c
     }
     sm90::barrier_init_fence();
   }
+  if constexpr (T::kPaired) T::Epilogue::template prepare<T>(s.staging);
+  cuda::wait_for_previous();
+  cuda::allow_next();
   s.table.fill(p.groups, p.num_rows, T::kTokens, p.column_tiles);
   const TileWalk walk{s.table, T::kTokens, static_cast<std::int32_t>(blockIdx.x), static_cast<std::int32_t>(gridDim.x)};
   if (warp < 4) {

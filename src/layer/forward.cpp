@@ -88,9 +88,13 @@ Status accepts(const Layer::State& s, const Stage<Args>& stage, const Args& args
 // up, activation, down on rows that are grouped already.
 Status experts(const Layer::State& s, const FfnStages& stages, const FfnWeights& weights, const FfnBuffers& b,
                const RowGroups& groups, const Ctx& ctx) {
-  SLUICE_TRY(stages.up(up_args(weights, b, groups), ctx));  // [R,H]  -> h [R,2I]
-  SLUICE_TRY(stages.act(act_args(s, b, groups), ctx));      // [R,2I] -> a [R,I]
-  return stages.down(down_args(weights, b, groups), ctx);   // [R,I]  -> y [R,H]
+  if (b.rows.data.shape[0] <= stages.most_fused_rows) {
+    SLUICE_TRY(stages.up_act(up_act_args(s, weights, b, groups), ctx));  // [R,H] -> a [R,I]
+  } else {
+    SLUICE_TRY(stages.up(up_args(weights, b, groups), ctx));  // [R,H]  -> h [R,2I]
+    SLUICE_TRY(stages.act(act_args(s, b, groups), ctx));      // [R,2I] -> a [R,I]
+  }
+  return stages.down(down_args(weights, b, groups), ctx);  // [R,I]  -> y [R,H]
 }
 
 // The shared expert sees every token: one group of T rows, packed like the others where its path wants it.

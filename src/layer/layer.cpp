@@ -95,6 +95,62 @@ std::string scale_text(const TensorView& quantised, ScaleFormat format, bool row
   return fmt::format(", scales {}{}", to_string(format), row_scales ? ", one a row" : "");
 }
 
+// One kernel in place of up and the activation, where there is one and the two resolved to those whose bits it has: whoever
+// forces or disables one of them gets what was asked for. On a CPU there is none, and nothing to say.
+Status resolve_fused(Layer::State& s, std::string_view prefix, const up_swiglu_quant::Args& args, FfnStages& stages,
+                     std::size_t first_report) {
+  namespace fused = up_swiglu_quant;
+  Selection selection = selection_for(s.options.selection, fused::kStage);
+  std::vector<Impl<fused::Args>> table(fused::impls().begin(), fused::impls().end());
+  // A name forced for all stages that is none here was meant for the two.
+  const bool is_own = s.options.selection.count(std::string(fused::kStage)) != 0;
+  const auto is_forced = [&](const Impl<fused::Args>& impl) { return impl.name == selection.forced; };
+  if (!is_own && !selection.forced.empty() && std::none_of(table.begin(), table.end(), is_forced))
+    selection.forced = fused::kComposed;
+  if (s.device().kind == DeviceKind::kCpu && selection.forced.empty() && selection.disabled.empty())
+    return Status::ok();
+  const bool is_displaced = selection.forced.empty() && !fused::replaces(stages.up.impl->name, stages.act.impl->name);
+  if (is_displaced) table.clear();
+  Impl<fused::Args> composed;
+  composed.name = fused::kComposed;
+  composed.device = s.device().kind;
+  composed.can_run = [](const fused::Args&, const Machine&) { return Status::ok(); };
+  table.push_back(composed);
+  Result<Choice<fused::Args>> choice =
+      choose(fused::kStage, std::span<const Impl<fused::Args>>(table), args, s.options.machine, selection);
+  if (!choice) return choice.status();
+  StageReport report;
+  report.stage = fmt::format("{}up+swiglu_quant: {}", prefix, fused::kStage);
+  report.impl = std::string(choice->impl->name);
+  report.tensors =
+      fmt::format("a {}, w {} -> {}", args.up.a.to_string(), args.up.w.to_string(), args.act.a.to_string());
+  report.declined = std::move(choice->declined);
+  if (is_displaced) {
+    for (const Impl<fused::Args>& impl : fused::impls()) {
+      report.declined.push_back(
+          {std::string(impl.name), fmt::format("it would replace other implementations than {} and {}",
+                                               stages.up.impl->name, stages.act.impl->name)});
+    }
+  }
+  const auto at = s.reports.begin() + static_cast<std::ptrdiff_t>(first_report);
+  if (report.impl == fused::kComposed) {
+    if (s.device().kind != DeviceKind::kCpu) s.reports.insert(at, std::move(report));
+    return Status::ok();
+  }
+  const auto chosen = std::find_if(fused::impls().begin(), fused::impls().end(),
+                                   [&](const Impl<fused::Args>& impl) { return impl.name == report.impl; });
+  stages.up_act.impl = &*chosen;
+  report.configuration = chosen->describe(args, s.options.machine);
+  stages.most_fused_rows = selection.forced.empty() ? fused::most_rows(args) : INT64_MAX;
+  if (args.up.a.shape[0] <= stages.most_fused_rows) {
+    s.reports.erase(at, at + 2);
+  } else {
+    report.configuration += fmt::format("; for up to {} rows, the two stages beyond", stages.most_fused_rows);
+  }
+  s.reports.insert(s.reports.begin() + static_cast<std::ptrdiff_t>(first_report), std::move(report));
+  return Status::ok();
+}
+
 Status resolve_ffn(Layer::State& s, std::string_view prefix, const FfnWeights& weights, const FfnBuffers& b,
                    const RowGroups& groups, const pack::Args& pack, FfnStages& stages) {
   const auto up = up_args(weights, b, groups);
@@ -106,12 +162,14 @@ Status resolve_ffn(Layer::State& s, std::string_view prefix, const FfnWeights& w
                      fmt::format("x {} -> {}{}", pack.x.to_string(), pack.rows.to_string(),
                                  scale_text(pack.rows, pack.scale_format, row_scales)),
                      stages.pack));
+  const std::size_t first_report = s.reports.size();
   SLUICE_TRY(
       resolve(s, fmt::format("{}up", prefix), "grouped_gemm", grouped_gemm::impls(), up, gemm_text(up), stages.up));
   SLUICE_TRY(resolve(s, fmt::format("{}swiglu_quant", prefix), "swiglu_quant", swiglu_quant::impls(), act,
                      fmt::format("h {} -> {}{}; {}", act.h.to_string(), act.a.to_string(),
                                  scale_text(act.a, act.scale_format, row_scales), describe(act.activation)),
                      stages.act));
+  SLUICE_TRY(resolve_fused(s, prefix, {up, act}, stages, first_report));
   return resolve(s, fmt::format("{}down", prefix), "grouped_gemm", grouped_gemm::impls(), down, gemm_text(down),
                  stages.down);
 }

@@ -11,6 +11,7 @@
 #include "sluice/stage/pack.h"
 #include "sluice/stage/route.h"
 #include "sluice/stage/swiglu_quant.h"
+#include "sluice/stage/up_swiglu_quant.h"
 
 namespace sluice {
 namespace {
@@ -19,6 +20,13 @@ template <class Args>
 StageNames names_of(std::string stage, std::span<const Impl<Args>> table) {
   StageNames names{std::move(stage), {}};
   for (const Impl<Args>& impl : table) names.impls.emplace_back(impl.name);
+  return names;
+}
+
+// A fused stage's last resort is the stages it stands for.
+StageNames fused_names() {
+  StageNames names = names_of(std::string(up_swiglu_quant::kStage), up_swiglu_quant::impls());
+  names.impls.emplace_back(up_swiglu_quant::kComposed);
   return names;
 }
 
@@ -77,6 +85,7 @@ std::vector<StageNames> stage_names() {
           names_of("pack", pack::impls()),
           names_of("grouped_gemm", grouped_gemm::impls()),
           names_of("swiglu_quant", swiglu_quant::impls()),
+          fused_names(),
           names_of("combine", combine::impls())};
 }
 

@@ -10,6 +10,7 @@
 #include "sluice/stage/pack.h"
 #include "sluice/stage/route.h"
 #include "sluice/stage/swiglu_quant.h"
+#include "sluice/stage/up_swiglu_quant.h"
 
 namespace sluice {
 
@@ -28,6 +29,7 @@ class Arena {
   TensorView take_scale(std::string_view what, std::int64_t blocks, std::int64_t rows);
   std::span<std::byte> take_bytes(std::string_view what, std::int64_t bytes);
   std::int64_t used_bytes() const { return used_; }
+  Device device() const { return device_; }
 
  private:
   std::byte* advance(std::string_view what, std::int64_t bytes);
@@ -41,7 +43,7 @@ class Arena {
 // One FFN's tensors, in data-flow order.
 struct FfnBuffers {
   Rows rows;     // [R,H] (+ [Hb,R])
-  TensorView h;  // [R,2I]
+  TensorView h;  // [R,2I]; without memory where one kernel makes a of rows
   Rows a;        // [R,I] (+ [Ib,R])
   TensorView y;  // [R,H]
 };
@@ -101,6 +103,9 @@ struct FfnStages {
   Stage<grouped_gemm::Args> up;
   Stage<swiglu_quant::Args> act;
   Stage<grouped_gemm::Args> down;
+  // One kernel for up and act, in calls of up to so many rows: 0 where there is none.
+  Stage<up_swiglu_quant::Args> up_act;
+  std::int64_t most_fused_rows = 0;
 };
 
 struct Layer::State {
@@ -141,6 +146,8 @@ grouped_gemm::Args up_args(const FfnWeights& weights, const FfnBuffers& b, const
 // Rows in their given order, without a plan: the shared expert's tokens, and rows a caller has grouped.
 pack::Args whole_pack_args(const Layer::State& state, const Rows& rows, const TensorView& x, const RowGroups& groups);
 swiglu_quant::Args act_args(const Layer::State& state, const FfnBuffers& b, const RowGroups& groups);
+up_swiglu_quant::Args up_act_args(const Layer::State& state, const FfnWeights& weights, const FfnBuffers& b,
+                                  const RowGroups& groups);
 grouped_gemm::Args down_args(const FfnWeights& weights, const FfnBuffers& b, const RowGroups& groups);
 gate::LogitsArgs shared_logits_args(const Layer::State& state, const Buffers& b, const TensorView& x);
 combine::Args combine_args(const Layer::State& state, const Buffers& b, const TensorView& y, const TensorView& out);

@@ -54,15 +54,17 @@ constexpr FfnNames kSharedNames{
     "shared.rows[T,H]", "shared.rows_scale[Hb,T]", "shared.rows_scale[1,T]", "shared.h[T,2I]",
     "shared.a[T,I]",    "shared.a_scale[Ib,T]",    "shared.a_scale[1,T]",    "shared.y[T,H]"};
 
-FfnBuffers lay_out_ffn(Arena& arena, const FfnNames& names, const DataPath& path, std::int64_t rows,
-                       std::int64_t hidden, std::int64_t intermediate) {
+FfnBuffers lay_out_ffn(Arena& arena, const FfnNames& names, const FfnStages& stages, const DataPath& path,
+                       std::int64_t rows, std::int64_t hidden, std::int64_t intermediate) {
   FfnBuffers b;
   b.rows.data = arena.take(names.rows, path.rows, {rows, hidden});
   if (is_quantised(path.rows)) {
     b.rows.scale =
         arena.take_scale(path.row_scales ? names.rows_row_scale : names.rows_scale, path.scale_blocks(hidden), rows);
   }
-  b.h = arena.take(names.h, path.h, {rows, 2 * intermediate});
+  // More rows take more memory all the same: h begins where the fused form ends.
+  b.h = rows <= stages.most_fused_rows ? TensorView::dense(nullptr, path.h, {rows, 2 * intermediate}, arena.device())
+                                       : arena.take(names.h, path.h, {rows, 2 * intermediate});
   b.a.data = arena.take(names.a, path.a, {rows, intermediate});
   if (is_quantised(path.a)) {
     b.a.scale =
@@ -85,9 +87,10 @@ Buffers lay_out(const Layer::State& state, Arena& arena, std::int64_t num_tokens
   b.plan.row_slot = arena.take("row_slot[T*S]", DType::kI32, {num_tokens * c.top_k});
   b.plan.slot_row = arena.take("slot_row[T,S]", DType::kI32, {num_tokens, c.top_k});
   b.plan.num_rows = arena.take("num_rows[1]", DType::kI32, {1});
-  b.routed = lay_out_ffn(arena, kRoutedNames, state.path, num_rows, c.hidden, c.intermediate);
+  b.routed = lay_out_ffn(arena, kRoutedNames, state.routed, state.path, num_rows, c.hidden, c.intermediate);
   if (state.has_shared()) {
-    b.shared = lay_out_ffn(arena, kSharedNames, state.shared_path, num_tokens, c.hidden, c.shared_intermediate);
+    b.shared =
+        lay_out_ffn(arena, kSharedNames, state.shared, state.shared_path, num_tokens, c.hidden, c.shared_intermediate);
     if (c.has_shared_gate) b.shared_gate = arena.take("shared_gate[T,1]", DType::kF32, {num_tokens, 1});
   }
   b.scratch = arena.take_bytes("scratch of the stages, the largest", state.scratch_bytes);
@@ -155,6 +158,11 @@ swiglu_quant::Args act_args(const Layer::State& state, const FfnBuffers& b, cons
           .a = b.a.data,
           .a_scale = b.a.scale,
           .scale_format = state.config.activation_scale};
+}
+
+up_swiglu_quant::Args up_act_args(const Layer::State& state, const FfnWeights& weights, const FfnBuffers& b,
+                                  const RowGroups& groups) {
+  return {.up = up_args(weights, b, groups), .act = act_args(state, b, groups)};
 }
 
 grouped_gemm::Args down_args(const FfnWeights& weights, const FfnBuffers& b, const RowGroups& groups) {

@@ -6,7 +6,7 @@
 #include <string>
 
 #include "cuda/columns.cuh"
-#include "cuda/launch.h"
+#include "cuda/dependent_launch.cuh"
 #include "cuda/row_amax.cuh"
 #include "cuda/row_groups.cuh"
 #include "pack/impls.h"
@@ -103,6 +103,8 @@ __device__ __forceinline__ int load_token(const Params& p, const Source& source,
 // (e4m3 with a scale for 128 columns).
 template <class X, class Q>
 __global__ void __launch_bounds__(kThreads) pack_columns(const __grid_constant__ Params p) {
+  wait_for_previous();
+  allow_next();
   const std::int64_t warp = static_cast<std::int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
   const std::int64_t i = warp / p.warps_per_source;
   if (i >= p.num_sources) return;
@@ -139,6 +141,8 @@ __global__ void __launch_bounds__(kThreads) pack_columns(const __grid_constant__
 // A thread block packs a source with one scale for the row. Q: std::uint8_t (e4m3) or std::int8_t.
 template <class X, class Q>
 __global__ void __launch_bounds__(1024) pack_with_row_scale(const __grid_constant__ Params p) {
+  wait_for_previous();
+  allow_next();
   __shared__ RowAmaxStorage storage;
   Source source;
   if (!find_source(p, blockIdx.x, source)) return;
@@ -164,6 +168,8 @@ __global__ void __launch_bounds__(1024) pack_with_row_scale(const __grid_constan
 
 // rows_scale[b,r] = token_scale[row_token[r],b]: a lane a row, a warp sixteen blocks.
 __global__ void __launch_bounds__(kThreads) spread_scales(const __grid_constant__ Params p) {
+  wait_for_previous();
+  allow_next();
   const std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (row >= p.capacity || (p.num_rows != nullptr && row >= *p.num_rows)) return;
   const std::int64_t token = p.row_token[row];
@@ -180,6 +186,8 @@ __global__ void __launch_bounds__(kThreads) spread_scales(const __grid_constant_
 // NaN. A warp moves 512 bytes of a source.
 template <class T>
 __global__ void __launch_bounds__(kThreads) move_rows(const __grid_constant__ Params p) {
+  wait_for_previous();
+  allow_next();
   const std::int64_t warp = static_cast<std::int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
   const std::int64_t i = warp / p.warps_per_source;
   if (i >= p.num_sources) return;
@@ -308,16 +316,17 @@ Status run_cuda(const Args& args, const Ctx& ctx) {
                         : args.x.dtype == DType::kBF16 ? kernel_for<std::uint16_t>(args.rows.dtype, row_scale)
                                                        : kernel_for<float>(args.rows.dtype, row_scale);
   if (row_scale) {
-    return launch("pack", kernel, static_cast<unsigned>(p.num_sources), row_threads(p.hidden), 0, stream_of(ctx), p);
+    return launch_after("pack", kernel, static_cast<unsigned>(p.num_sources), row_threads(p.hidden), 0, stream_of(ctx),
+                        p);
   }
   const std::int64_t warp_columns = is_moved(args) ? 512 / size_bytes(args.x.dtype) : kWarpColumns;
   p.warps_per_source = ceil_div(p.hidden, warp_columns);
   const std::int64_t blocks = ceil_div(p.num_sources * p.warps_per_source, kWarps);
-  SLUICE_TRY(launch("pack", kernel, static_cast<unsigned>(blocks), kThreads, 0, stream_of(ctx), p));
+  SLUICE_TRY(launch_after("pack", kernel, static_cast<unsigned>(blocks), kThreads, 0, stream_of(ctx), p));
   if (p.token_scale == nullptr) return Status::ok();
   const dim3 grid(static_cast<unsigned>(ceil_div(p.capacity, kThreads)),
                   static_cast<unsigned>(ceil_div(p.num_scales, 16)));
-  return launch("pack: scales", spread_scales, grid, kThreads, 0, stream_of(ctx), p);
+  return launch_after("pack: scales", spread_scales, grid, kThreads, 0, stream_of(ctx), p);
 }
 
 }  // namespace sluice::pack

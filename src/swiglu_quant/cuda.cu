@@ -6,8 +6,8 @@
 // when a thread block starts, and the rest is computed where it occurs.
 #include <algorithm>
 
+#include "cuda/activation.cuh"
 #include "cuda/columns.cuh"
-#include "cuda/fast_math.cuh"
 #include "cuda/launch.h"
 #include "cuda/row_amax.cuh"
 #include "cuda/row_groups.cuh"
@@ -51,19 +51,6 @@ struct Params {
   bool wide_g, wide_u, wide_a;
 };
 
-// The factor the gate contributes, and the one the up column does.
-__device__ __forceinline__ float gate_factor(const Activation& activation, float g) {
-  if (activation.kind != ActivationKind::kSilu && g > activation.limit) g = activation.limit;
-  if (activation.kind == ActivationKind::kGptOss) return __fmul_rn(g, spec_sigmoid(__fmul_rn(activation.alpha, g)));
-  return spec_silu(g);
-}
-__device__ __forceinline__ float up_factor(const Activation& activation, float u) {
-  if (activation.kind == ActivationKind::kSilu) return u;
-  if (u > activation.limit) u = activation.limit;
-  if (u < -activation.limit) u = -activation.limit;
-  return activation.kind == ActivationKind::kGptOss ? __fadd_rn(u, 1.0f) : u;
-}
-
 // v = the activation of columns [column, column + 16) of a row, zeros past its end; returns how many there are.
 template <class X>
 __device__ __forceinline__ int activate_unit(const Params& p, std::int64_t row, std::int64_t column,
@@ -74,15 +61,10 @@ __device__ __forceinline__ int activate_unit(const Params& p, std::int64_t row, 
   load_unit(h, count, p.wide_g && count == kUnitColumns, v);
   load_unit(count > 0 ? h + p.width : h, count, p.wide_u && count == kUnitColumns, u);
   // Gates are nearly always so small that the sigmoid has nothing to guard against; false for NaN.
-  const float steepness = p.activation.kind == ActivationKind::kGptOss ? fabsf(p.activation.alpha) : 1.0f;
-  if (__fmul_rn(amax_of(v), steepness) <= kFastLimit) {
+  if (gates_are_tame(p.activation, amax_of(v))) {
 #pragma unroll
-    for (int i = 0; i < kUnitColumns; ++i) {
-      float g = v[i];
-      if (p.activation.kind != ActivationKind::kSilu && g > p.activation.limit) g = p.activation.limit;
-      const float x = p.activation.kind == ActivationKind::kGptOss ? __fmul_rn(p.activation.alpha, g) : g;
-      v[i] = canonical(__fmul_rn(__fmul_rn(g, fast_sigmoid(x)), up_factor(p.activation, u[i])));
-    }
+    for (int i = 0; i < kUnitColumns; ++i)
+      v[i] = canonical(__fmul_rn(fast_gate_factor(p.activation, v[i]), up_factor(p.activation, u[i])));
     return count;
   }
 #pragma unroll

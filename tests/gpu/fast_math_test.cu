@@ -2,11 +2,29 @@
 // residual step gives the IEEE quotient depends on the reciprocal the hardware approximates.
 #include <gtest/gtest.h>
 
+#include "cuda/columns.cuh"
 #include "cuda/fast_math.cuh"
 #include "gpu/device_mirror.h"
 
 namespace sluice::test {
 namespace {
+
+// Of every float, subnormals, infinities and NaN included.
+__global__ void compare_any(unsigned long long* sigmoid, unsigned long long* scale) {
+  unsigned long long sigmoids = 0, scales = 0;
+  const std::uint64_t stride = std::uint64_t{gridDim.x} * blockDim.x;
+  for (std::uint64_t bits = std::uint64_t{blockIdx.x} * blockDim.x + threadIdx.x; bits < (1ull << 32); bits += stride) {
+    const float x = __uint_as_float(static_cast<std::uint32_t>(bits));
+    const float got = cuda::any_sigmoid(x), want = cuda::spec_sigmoid(x);
+    if (x == x ? __float_as_uint(got) != __float_as_uint(want) : got == got) ++sigmoids;
+    if (!(x >= 0.0f) || !cuda::is_finite(x)) continue;
+    const float amax = fmaxf(x, 1e-10f);
+    if (cuda::scale_of<std::uint8_t>(x, ScaleFormat::kF32) != __fdiv_rn(amax, 448.0f)) ++scales;
+    if (cuda::scale_of<std::int8_t>(x, ScaleFormat::kF32) != __fdiv_rn(amax, 127.0f)) ++scales;
+  }
+  atomicAdd(sigmoid, sigmoids);
+  atomicAdd(scale, scales);
+}
 
 struct Mismatches {
   unsigned long long exp, sigmoid, divide, compared;
@@ -49,6 +67,18 @@ TEST(FastMathCuda, EveryFloatOfTheDomainHasTheSpecifiedBits) {
   EXPECT_EQ(found->exp, 0u);
   EXPECT_EQ(found->sigmoid, 0u) << "e.g. bits " << found->first_bits;
   EXPECT_EQ(found->divide, 0u);
+  cudaFree(found);
+}
+
+TEST(FastMathCuda, EveryFloatHasTheSpecifiedSigmoidAndScale) {
+  if (const std::string reason = no_gpu_reason(); !reason.empty()) GTEST_SKIP() << reason;
+  unsigned long long* found = nullptr;
+  ASSERT_EQ(cudaMallocManaged(&found, 2 * sizeof(*found)), cudaSuccess);
+  found[0] = found[1] = 0;
+  compare_any<<<1024, 256>>>(found, found + 1);
+  ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+  EXPECT_EQ(found[0], 0u);
+  EXPECT_EQ(found[1], 0u);
   cudaFree(found);
 }
 
