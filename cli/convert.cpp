@@ -137,8 +137,9 @@ void print_text(const ConvertOptions& options, const io::ConvertReport& r) {
              r.layers.size() == 1 ? "layer" : "layers", format_ranges(r.layers), options.to,
              format_bytes(r.written_bytes), r.num_shards, r.num_shards == 1 ? "file" : "files",
              format_bytes(r.source_bytes));
-  fmt::print("{} matrices quantised; {} tensors and {} other files copied and equal\n", format_count(r.num_quantised),
-             format_count(r.num_copied), r.copied_files.size());
+  fmt::print("{} matrices quantised; {} {} and {} other {} copied and equal\n", format_count(r.num_quantised),
+             format_count(r.num_copied), r.num_copied == 1 ? "tensor" : "tensors", r.copied_files.size(),
+             r.copied_files.size() == 1 ? "file" : "files");
   if (!r.left_out_files.empty()) fmt::print("left out: {}\n", fmt::join(r.left_out_files, ", "));
   fmt::print("relative L2 error: worst {:.3e} ({}), mean {:.3e}\n", r.worst_error, r.worst_tensor, r.mean_error);
   fmt::print("largest share of its bound: {:.4f} ({})\n", r.worst_share, r.worst_share_at);
