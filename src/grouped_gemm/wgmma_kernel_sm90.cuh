@@ -58,7 +58,8 @@ struct Tiling {
   // Two sets of partial sums, one being promoted while the other is summed, where 232 registers allow it.
   static constexpr bool kTwoSets = kPromote && (kChunks == 1 ? kN <= 128 : kN <= 64);
 
-  static constexpr TileMemory kMemory = TileMemory::of(kTokensOnM, kTokens, kWeightRows, kScaling == Scaling::kBlock, kPaired);
+  static constexpr TileMemory kMemory =
+      TileMemory::of(kTokensOnM, kTokens, kWeightRows, kScaling == Scaling::kBlock, kPaired);
   static constexpr int kPieceRows = kMemory.piece_rows;
   static constexpr int kPieces = kMemory.pieces;
   static constexpr int kScaleFloats = kMemory.scale_floats;

@@ -10,19 +10,17 @@
 #include "harness/targets.h"
 #include "sluice/stage/gate.h"
 #ifdef SLUICE_TEST_ON_GPU
-#include "gpu/device_mirror.h"
+#include "gpu/stage_bits.h"
 #endif
 
 namespace sluice::test {
 
-class GateTest : public testing::Test {
- protected:
 #ifdef SLUICE_TEST_ON_GPU
-  void SetUp() override {
-    if (const std::string reason = no_gpu_reason(); !reason.empty()) GTEST_SKIP() << reason;
-  }
+using GateTestBase = GpuTest;
+#else
+using GateTestBase = testing::Test;
 #endif
-};
+class GateTest : public GateTestBase {};
 
 // The rows under test, then the reference.
 template <class Args>
@@ -55,11 +53,6 @@ inline std::vector<std::int64_t> targets_under_test() {
 #endif
   return targets;
 }
-
-inline std::vector<TensorView*> views_of(gate::SelectArgs& a) {
-  return {&a.logits, &a.score_bias, &a.topk_idx.view, &a.topk_weight, &a.counters};
-}
-inline std::vector<TensorView*> views_of(gate::LogitsArgs& a) { return {&a.x, &a.w_gate, &a.router_bias, &a.logits}; }
 
 template <class Args>
 Status run_row(const Impl<Args>& impl, const Args& args, int num_threads) {

@@ -96,6 +96,13 @@ inline std::string no_gpu_reason() {
   return count == 0 ? "no CUDA device" : "";
 }
 
+class GpuTest : public testing::Test {
+ protected:
+  void SetUp() override {
+    if (const std::string reason = no_gpu_reason(); !reason.empty()) GTEST_SKIP() << reason;
+  }
+};
+
 inline const Machine& first_gpu() {
   static const Machine machine = Machine::detect_cuda(0).value();
   return machine;

@@ -14,11 +14,12 @@ namespace {
 
 using gate::LogitsArgs;
 
-class GateLogitsWgmmaCuda : public testing::Test {
+class GateLogitsWgmmaCuda : public GpuTest {
  protected:
   void SetUp() override {
-    if (const std::string reason = no_gpu_reason(); !reason.empty()) GTEST_SKIP() << reason;
-    if (first_gpu().gpu.capability != Version{9, 0}) GTEST_SKIP() << "needs a GPU of compute capability 9.0";
+    GpuTest::SetUp();
+    if (!IsSkipped() && first_gpu().gpu.capability != Version{9, 0})
+      GTEST_SKIP() << "needs a GPU of compute capability 9.0";
   }
 };
 

@@ -13,13 +13,6 @@ namespace sluice::test {
 
 inline constexpr Device kGpu{DeviceKind::kCuda, 0};
 
-class GpuTest : public testing::Test {
- protected:
-  void SetUp() override {
-    if (const std::string reason = no_gpu_reason(); !reason.empty()) GTEST_SKIP() << reason;
-  }
-};
-
 // A host Buffer's twin on the device, between guard bytes; at the same distance from a 256-byte boundary.
 class Twin {
  public:

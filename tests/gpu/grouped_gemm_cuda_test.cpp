@@ -16,37 +16,13 @@ namespace {
 
 using grouped_gemm::GpuTile;
 
-class GroupedGemmCuda : public testing::Test {
- protected:
-  void SetUp() override {
-    if (const std::string reason = no_gpu_reason(); !reason.empty()) GTEST_SKIP() << reason;
-  }
-};
+class GroupedGemmCuda : public GpuTest {};
 
 Machine hopper() {
   Machine machine;
   machine.device = {DeviceKind::kCuda, 0};
   machine.gpu.capability = {9, 0};
   return machine;
-}
-
-// The same bytes on 16-byte boundaries, rows a multiple of 16 bytes apart.
-Buffer aligned_copy(const TensorView& from) {
-  std::vector<std::int64_t> shape(from.shape.begin(), from.shape.begin() + from.rank);
-  const std::int64_t per_unit = 16 / size_bytes(from.dtype);
-  Buffer to(from.dtype, shape, {.row_pitch_elems = ceil_div(shape.back(), per_unit) * per_unit + per_unit});
-  const std::int64_t outer = from.rank == 3 ? from.shape[0] : 1;
-  const std::int64_t rows = from.rank == 3 ? from.shape[1] : from.shape[0];
-  for (std::int64_t o = 0; o < outer; ++o) {
-    for (std::int64_t r = 0; r < rows; ++r) {
-      const auto at = [&](const TensorView& v) {
-        const std::int64_t element = v.rank == 3 ? o * v.stride[0] + r * v.stride[1] : r * v.stride[0];
-        return static_cast<std::byte*>(v.data) + element * size_bytes(v.dtype);
-      };
-      std::memcpy(at(to.view()), at(from), static_cast<std::size_t>(shape.back() * size_bytes(from.dtype)));
-    }
-  }
-  return to;
 }
 
 // A problem on the device; run() may be called again and again.

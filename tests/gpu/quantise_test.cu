@@ -96,12 +96,7 @@ void expect_bytes_of_a_division(const Pairs& pairs) {
 }
 
 template <class Q>
-class QuantiseCuda : public testing::Test {
- protected:
-  void SetUp() override {
-    if (const std::string reason = no_gpu_reason(); !reason.empty()) GTEST_SKIP() << reason;
-  }
-};
+class QuantiseCuda : public GpuTest {};
 using Formats = testing::Types<std::uint8_t, std::int8_t>;
 TYPED_TEST_SUITE(QuantiseCuda, Formats);
 

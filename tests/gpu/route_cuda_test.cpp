@@ -5,21 +5,14 @@
 #include <algorithm>
 #include <functional>
 
-#include "gpu/device_mirror.h"
-#include "harness/buffer.h"
-#include "sluice/stage/route.h"
+#include "gpu/stage_bits.h"
 
 namespace sluice::test {
 namespace {
 
 using route::Args;
 
-class RouteCuda : public testing::Test {
- protected:
-  void SetUp() override {
-    if (const std::string reason = no_gpu_reason(); !reason.empty()) GTEST_SKIP() << reason;
-  }
-};
+class RouteCuda : public GpuTest {};
 
 const Impl<Args>& cuda_row() { return route::impls()[0]; }
 
@@ -70,10 +63,6 @@ struct Tensors {
       return static_cast<double>(rng.integer(0, p.experts - 1));
     });
   }
-  std::vector<TensorView*> views(Args& a) const {
-    return {&a.topk_idx.view, &a.plan.expert_offset.view, &a.plan.row_token, &a.plan.row_slot,
-            &a.plan.slot_row, &a.plan.num_rows,           &a.counters};
-  }
   Buffer ids, offset, row_token, row_slot, slot_row, num_rows, counters;
   Args args;
 };
@@ -83,38 +72,10 @@ std::string to_string(const Problem& p) {
          " L=" + std::to_string(Tensors::local_of(p)) + " ids " + std::to_string(static_cast<int>(p.ids));
 }
 
-// Device workspace of exactly the size asked for, full of junk, its guards judged.
-struct Workspace {
-  explicit Workspace(const Args& args)
-      : junk(static_cast<std::size_t>(cuda_row().scratch_bytes(args, first_gpu())), std::byte{0x5A}),
-        view(TensorView::dense(junk.data(), DType::kU8, {static_cast<std::int64_t>(junk.size())})) {
-    mirror.add(view);
-  }
-  Ctx ctx(void* stream = nullptr) const { return {stream, {static_cast<std::byte*>(view.data), junk.size()}, 1}; }
-  bool guards_intact() {
-    mirror.copy_back();
-    return static_cast<bool>(mirror.equals_host());
-  }
-  std::vector<std::byte> junk;
-  TensorView view;
-  DeviceMirror mirror;
-};
-
 void expect_reference_plan(const Problem& p) {
   SCOPED_TRACE(to_string(p));
   Tensors t(p);
-  ASSERT_TRUE(route::check(t.args)) << route::check(t.args).message();
-  ASSERT_TRUE(cuda_row().can_run(t.args, first_gpu())) << cuda_row().can_run(t.args, first_gpu()).message();
-  DeviceMirror mirror;
-  Args device = t.args;
-  for (TensorView* v : t.views(device)) mirror.add(*v);
-  Workspace workspace(t.args);
-  const Status status = cuda_row().run(device, workspace.ctx());
-  ASSERT_TRUE(status) << status.message();
-  ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
-  ASSERT_TRUE(route::impls().back().run(t.args, {}));
-  EXPECT_TRUE(mirror.equals_host());
-  EXPECT_TRUE(workspace.guards_intact());
+  expect_reference_bits(route::impls(), t.args, "the plan");
 }
 
 TEST_F(RouteCuda, EverySizeHasTheReferencesPlan) {
@@ -154,8 +115,8 @@ TEST_F(RouteCuda, Case81_ReplayFollowsTheIdsFromManyToFewToNone) {
   Tensors t(p);
   DeviceMirror mirror;
   Args device = t.args;
-  for (TensorView* v : t.views(device)) mirror.add(*v);
-  Workspace workspace(t.args);
+  for (TensorView* v : views_of(device)) mirror.add(*v);
+  JunkScratch workspace(cuda_row(), t.args);
   cudaStream_t stream = nullptr;
   ASSERT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
   ASSERT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
@@ -190,8 +151,8 @@ TEST_F(RouteCuda, AThousandRunsHaveTheSameBits) {
     t.args.counters = {};
     DeviceMirror mirror;
     Args device = t.args;
-    for (TensorView* v : t.views(device)) mirror.add(*v);
-    Workspace workspace(t.args);
+    for (TensorView* v : views_of(device)) mirror.add(*v);
+    JunkScratch workspace(cuda_row(), t.args);
     ASSERT_TRUE(route::impls().back().run(t.args, {}));
     for (int run = 0; run < 1000; ++run) {
       for (TensorView* v : {&device.plan.row_token, &device.plan.row_slot}) {
@@ -206,10 +167,10 @@ TEST_F(RouteCuda, AThousandRunsHaveTheSameBits) {
 
 TEST_F(RouteCuda, TooLittleWorkspaceAndTooManyExpertsAreRefused) {
   Tensors t({9000, 8, 64});
-  Workspace workspace(t.args);
+  JunkScratch workspace(cuda_row(), t.args);
   DeviceMirror mirror;
   Args device = t.args;
-  for (TensorView* v : t.views(device)) mirror.add(*v);
+  for (TensorView* v : views_of(device)) mirror.add(*v);
   Ctx ctx = workspace.ctx();
   ctx.workspace = ctx.workspace.first(ctx.workspace.size() - 1);
   const Status status = cuda_row().run(device, ctx);

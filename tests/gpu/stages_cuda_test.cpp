@@ -1,68 +1,20 @@
 // Every CUDA stage against the reference, bit by bit: outputs, rows that must stay untouched, inputs, guards.
 #include <gtest/gtest.h>
 
-#include <functional>
 #include <limits>
 
-#include "gpu/device_mirror.h"
-#include "harness/buffer.h"
-#include "sluice/stage/combine.h"
-#include "sluice/stage/gate.h"
-#include "sluice/stage/pack.h"
-#include "sluice/stage/route.h"
-#include "sluice/stage/swiglu_quant.h"
+#include "gpu/stage_bits.h"
 
 namespace sluice::test {
 namespace {
 
-class StagesCuda : public testing::Test {
- protected:
-  void SetUp() override {
-    if (const std::string reason = no_gpu_reason(); !reason.empty()) GTEST_SKIP() << reason;
-  }
-};
-
-const Machine& gpu() {
-  static const Machine machine = Machine::detect_cuda(0).value();
-  return machine;
-}
-
-// Mirrors `views` of args, runs the reference on the host and the CUDA row on the device, twice, and compares everything.
-template <class Args>
-void expect_reference_bits(std::span<const Impl<Args>> table, const Args& args,
-                           const std::vector<std::function<TensorView&(Args&)>>& views, const std::string& what) {
-  const Impl<Args>& cuda = table.front();
-  ASSERT_EQ(cuda.name, "cuda");
-  const Status legal = check(args);
-  ASSERT_TRUE(legal.is_ok()) << what << ": " << legal.message();
-  ASSERT_TRUE(cuda.can_run(args, gpu()).is_ok());
-  DeviceMirror mirror;
-  Args device = args;
-  for (const auto& view : views) mirror.add(view(device));
-  const std::int64_t scratch_bytes = cuda.scratch_bytes == nullptr ? 0 : cuda.scratch_bytes(args, gpu());
-  std::vector<std::byte> junk(static_cast<std::size_t>(scratch_bytes), std::byte{0xA5});
-  TensorView scratch = TensorView::dense(junk.data(), DType::kU8, {scratch_bytes});
-  DeviceMirror scratch_mirror;
-  if (scratch_bytes > 0) scratch_mirror.add(scratch);
-  const Ctx ctx{nullptr, {static_cast<std::byte*>(scratch.data), static_cast<std::size_t>(scratch_bytes)}, 1};
-  const Status host = table.back().run(args, {});
-  ASSERT_TRUE(host.is_ok()) << what << ": " << host.message();
-  const Status status = cuda.run(device, ctx);
-  ASSERT_TRUE(status.is_ok()) << what << ": " << status.message();
-  ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess) << what;
-  EXPECT_TRUE(mirror.equals_host()) << what;
-}
+class StagesCuda : public GpuTest {};
 
 constexpr float kInf = std::numeric_limits<float>::infinity();
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 
 TEST_F(StagesCuda, SelectHasTheReferencesBits) {
   using gate::SelectArgs;
-  const std::vector<std::function<TensorView&(SelectArgs&)>> views = {
-      [](SelectArgs& a) -> TensorView& { return a.logits; }, [](SelectArgs& a) -> TensorView& { return a.score_bias; },
-      [](SelectArgs& a) -> TensorView& { return a.topk_idx.view; },
-      [](SelectArgs& a) -> TensorView& { return a.topk_weight; },
-      [](SelectArgs& a) -> TensorView& { return a.counters; }};
   int num_cases = 0;
   for (int id = 0; id < 10; ++id) {
     for (std::int64_t experts : {1, 2, 8, 31, 32, 33, 64, 72, 160, 255, 256, 257, 384, 512, 896, 1024}) {
@@ -102,7 +54,7 @@ TEST_F(StagesCuda, SelectHasTheReferencesBits) {
           args.topk_idx = {idx.view()};
           args.topk_weight = weight.view();
           args.counters = counters.view();
-          expect_reference_bits(gate::select_impls(), args, views,
+          expect_reference_bits(gate::select_impls(), args,
                                 "G" + std::to_string(id + 1) + " E=" + std::to_string(experts) +
                                     " groups=" + std::to_string(groups) + " S=" + std::to_string(top_k));
           ++num_cases;
@@ -116,14 +68,6 @@ TEST_F(StagesCuda, SelectHasTheReferencesBits) {
 
 TEST_F(StagesCuda, RouteHasTheReferencesBits) {
   using route::Args;
-  const std::vector<std::function<TensorView&(Args&)>> views = {
-      [](Args& a) -> TensorView& { return a.topk_idx.view; },
-      [](Args& a) -> TensorView& { return a.plan.expert_offset.view; },
-      [](Args& a) -> TensorView& { return a.plan.row_token; },
-      [](Args& a) -> TensorView& { return a.plan.row_slot; },
-      [](Args& a) -> TensorView& { return a.plan.slot_row; },
-      [](Args& a) -> TensorView& { return a.plan.num_rows; },
-      [](Args& a) -> TensorView& { return a.counters; }};
   struct Case {
     std::int64_t tokens, slots, experts, first, local;
     int kind;  // 0 uniform, 1 all to one, 2 with invalid ids, 3 nothing here
@@ -158,36 +102,13 @@ TEST_F(StagesCuda, RouteHasTheReferencesBits) {
     args.plan = {{offset.view()}, row_token.view(), row_slot.view(), slot_row.view(), num_rows.view()};
     args.counters = counters.view();
     expect_reference_bits(
-        route::impls(), args, views,
+        route::impls(), args,
         "T=" + std::to_string(c.tokens) + " E=" + std::to_string(c.experts) + " kind " + std::to_string(c.kind));
-  }
-}
-
-// Values that exercise the quantisation: zero and tiny groups, exact thresholds, infinities, NaN of both signs, any bits.
-void fill_hard(Buffer& b, std::uint64_t seed) {
-  b.fill_normal(seed, 2.0);
-  const std::int64_t cols = b.view().shape[1];
-  const std::int64_t rows = b.view().shape[0];
-  Rng rng(seed + 1);
-  for (std::int64_t r = 0; r < rows; ++r) {
-    for (std::int64_t c = 0; c < cols; ++c) {
-      if (r % 7 == 1) b.set(r * cols + c, 0.0);
-      if (r % 7 == 2) b.set(r * cols + c, rng.normal() * 1e-38);
-      if (r % 7 == 3 && rng.integer(0, 15) == 0) b.set(r * cols + c, rng.integer(0, 1) == 0 ? kInf : -kInf);
-      if (r % 7 == 4 && rng.integer(0, 15) == 0) b.set(r * cols + c, rng.integer(0, 1) == 0 ? kNaN : -kNaN);
-      if (r % 7 == 5) b.set(r * cols + c, rng.normal() * 3e36);
-    }
   }
 }
 
 TEST_F(StagesCuda, PackHasTheReferencesBits) {
   using pack::Args;
-  const std::vector<std::function<TensorView&(Args&)>> views = {
-      [](Args& a) -> TensorView& { return a.x; },         [](Args& a) -> TensorView& { return a.x_scale; },
-      [](Args& a) -> TensorView& { return a.row_token; }, [](Args& a) -> TensorView& { return a.row_slot; },
-      [](Args& a) -> TensorView& { return a.slot_row; },  [](Args& a) -> TensorView& { return a.num_rows; },
-      [](Args& a) -> TensorView& { return a.weight; },    [](Args& a) -> TensorView& { return a.rows; },
-      [](Args& a) -> TensorView& { return a.rows_scale; }};
   const std::int64_t tokens = 29;
   const std::int64_t slots = 3;
   for (std::int64_t hidden : {1, 16, 96, 128, 130, 192, 1000, 7168}) {
@@ -241,7 +162,7 @@ TEST_F(StagesCuda, PackHasTheReferencesBits) {
             args.rows = rows.view();
             if (rows_dtype == DType::kE4M3) args.rows_scale = form == 1 ? rows_scale.transposed() : rows_scale.view();
             args.scale_format = format;
-            expect_reference_bits(pack::impls(), args, views,
+            expect_reference_bits(pack::impls(), args,
                                   std::string(to_string(x_dtype)) + " -> " + std::string(to_string(rows_dtype)) +
                                       " H=" + std::to_string(hidden) + " form " + std::to_string(form));
             if (HasFailure()) return;
@@ -254,10 +175,6 @@ TEST_F(StagesCuda, PackHasTheReferencesBits) {
 
 TEST_F(StagesCuda, SwigluQuantHasTheReferencesBits) {
   using swiglu_quant::Args;
-  const std::vector<std::function<TensorView&(Args&)>> views = {
-      [](Args& a) -> TensorView& { return a.h; }, [](Args& a) -> TensorView& { return a.groups.expert_offset.view; },
-      [](Args& a) -> TensorView& { return a.groups.counts; }, [](Args& a) -> TensorView& { return a.a; },
-      [](Args& a) -> TensorView& { return a.a_scale; }};
   for (std::int64_t width : {1, 7, 96, 128, 192, 320, 768, 2048}) {
     for (DType h_dtype : {DType::kBF16, DType::kF32}) {
       for (DType a_dtype : {DType::kE4M3, DType::kBF16, DType::kF32}) {
@@ -284,7 +201,7 @@ TEST_F(StagesCuda, SwigluQuantHasTheReferencesBits) {
             args.a = a.view();
             if (a_dtype == DType::kE4M3) args.a_scale = form == 1 ? a_scale.transposed() : a_scale.view();
             args.scale_format = kind == 1 ? ScaleFormat::kUe8m0 : ScaleFormat::kF32;
-            expect_reference_bits(swiglu_quant::impls(), args, views,
+            expect_reference_bits(swiglu_quant::impls(), args,
                                   std::string(to_string(h_dtype)) + " -> " + std::string(to_string(a_dtype)) +
                                       " I=" + std::to_string(width) + " kind " + std::to_string(kind) + " form " +
                                       std::to_string(form));
@@ -298,10 +215,6 @@ TEST_F(StagesCuda, SwigluQuantHasTheReferencesBits) {
 
 TEST_F(StagesCuda, CombineHasTheReferencesBits) {
   using combine::Args;
-  const std::vector<std::function<TensorView&(Args&)>> views = {
-      [](Args& a) -> TensorView& { return a.y; },           [](Args& a) -> TensorView& { return a.slot_row; },
-      [](Args& a) -> TensorView& { return a.topk_weight; }, [](Args& a) -> TensorView& { return a.shared; },
-      [](Args& a) -> TensorView& { return a.shared_gate; }, [](Args& a) -> TensorView& { return a.out; }};
   for (std::int64_t hidden : {1, 7, 46, 128, 1000, 7168}) {
     for (DType y_dtype : {DType::kBF16, DType::kF32}) {
       for (DType out_dtype : {DType::kBF16, DType::kF32}) {
@@ -332,7 +245,7 @@ TEST_F(StagesCuda, CombineHasTheReferencesBits) {
           if ((form & 3) == 3) args.shared_gate = shared_gate.view();
           args.accumulate = (form & 4) != 0;
           args.out = out.view();
-          expect_reference_bits(combine::impls(), args, views,
+          expect_reference_bits(combine::impls(), args,
                                 "H=" + std::to_string(hidden) + " form " + std::to_string(form));
           if (HasFailure()) return;
         }

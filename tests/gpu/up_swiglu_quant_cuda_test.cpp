@@ -18,29 +18,7 @@ namespace {
 using up_swiglu_quant::Args;
 using up_swiglu_quant::Config;
 
-class UpSwigluQuantCuda : public testing::Test {
- protected:
-  void SetUp() override {
-    if (const std::string reason = no_gpu_reason(); !reason.empty()) GTEST_SKIP() << reason;
-  }
-};
-
-// Rows on 16-byte boundaries.
-Buffer aligned_copy(const TensorView& from) {
-  std::vector<std::int64_t> shape(from.shape.begin(), from.shape.begin() + from.rank);
-  Buffer to(from.dtype, shape, {.row_pitch_elems = ceil_div(shape.back(), 16) * 16 + 16});
-  const std::int64_t outer = from.rank == 3 ? from.shape[0] : 1;
-  const std::int64_t rows = from.rank == 3 ? from.shape[1] : from.shape[0];
-  for (std::int64_t o = 0; o < outer; ++o) {
-    for (std::int64_t r = 0; r < rows; ++r) {
-      const auto at = [&](const TensorView& v) {
-        return static_cast<std::byte*>(v.data) + (v.rank == 3 ? o * v.stride[0] + r * v.stride[1] : r * v.stride[0]);
-      };
-      std::memcpy(at(to.view()), at(from), static_cast<std::size_t>(shape.back()));
-    }
-  }
-  return to;
-}
+class UpSwigluQuantCuda : public GpuTest {};
 
 struct Result2 {
   Buffer a, a_scale;
