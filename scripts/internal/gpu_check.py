@@ -333,12 +333,25 @@ def main(arguments):
     parser.add_argument("--python", default="")
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "bench" / "results")
     parser.add_argument("--pack", type=pathlib.Path)
+    parser.add_argument("--judge-arguments", action="store_true", help="do nothing but that, before a build of minutes")
     options = parser.parse_args(arguments)
-    if options.pack:
-        return pack(options.build.resolve(), options.pack, options.commit)
     parts = options.only.split(",")
     if unknown := [part for part in parts if part not in PARTS]:
         parser.error(f"--only knows {', '.join(PARTS)}, not {', '.join(unknown)}")
+    if options.python and not os.access(options.python, os.X_OK):
+        parser.error(f"--python {options.python} is no program")
+    # Found out now, and not when there is a record to be written.
+    folder = options.pack or options.out
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"cannot write to {folder}: {error.strerror}")
+    if not os.access(folder, os.W_OK):
+        parser.error(f"cannot write to {folder}")
+    if options.judge_arguments:
+        return 0
+    if options.pack:
+        return pack(options.build.resolve(), options.pack, options.commit)
     build = options.build.resolve()
     now = datetime.datetime.now(datetime.timezone.utc)
     record = {"schema": 1, "date": now.strftime("%Y-%m-%dT%H:%M:%SZ"), **describe_build(build, options.commit),
@@ -354,7 +367,6 @@ def main(arguments):
         record["peers"] = run_benches(peer_programs(build, options.python))
     if "sanitizers" in parts:
         record["sanitizers"] = run_sanitizers(build)
-    options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / f"{slug(record['gpu']['name'])}-{now.strftime('%Y-%m-%d')}.json"
     if path.is_file():
         record = merged(json.loads(path.read_text()), record)

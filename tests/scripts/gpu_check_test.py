@@ -192,6 +192,24 @@ class Judgement(unittest.TestCase):
             self.assertEqual(gpu_check.expected_programs(folder), names[::2])
             self.assertEqual(gpu_check.missing_programs(folder), [])
 
+    def test_arguments_are_judged_before_anything_takes_time(self):
+        def judge(*arguments):
+            with contextlib.redirect_stderr(io.StringIO()) as text:
+                try:
+                    return gpu_check.main(["--judge-arguments", "--build", "b", *arguments]), ""
+                except SystemExit as end:
+                    return end.code, text.getvalue()
+
+        with tempfile.TemporaryDirectory() as name:
+            self.assertEqual(judge("--out", f"{name}/new"), (0, ""))
+            self.assertEqual(judge("--out", name, "--only", "bench,peers", "--python", sys.executable), (0, ""))
+            (pathlib.Path(name) / "file").write_text("")
+            for wrong, said in ((["--only", "bench,bnech"], "not bnech"), (["--python", f"{name}/none"], "is no program"),
+                                (["--out", f"{name}/file"], "cannot write to"), (["--pack", f"{name}/file/x"], "cannot write to")):
+                status, text = judge("--out", name, *wrong)
+                self.assertEqual(status, 2, wrong)
+                self.assertIn(said, text)
+
     def test_a_run_in_parts_becomes_one_record(self):
         old = {"schema": 1, "commit": "a", "dirty": False, "cuda": "13", "gpu": {"name": "G"}, "tests": {"passed": 1}, "left_out": []}
         new = {"schema": 1, "commit": "a", "dirty": False, "cuda": "13", "gpu": {"name": "G"}, "bench": {}, "left_out": []}
