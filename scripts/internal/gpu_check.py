@@ -280,7 +280,7 @@ def peer_programs(build, wanted_python):
     if python := python_with_torch(wanted_python):
         programs.append(["torch_triton", python, "-B", ROOT / "bench" / "peers" / "torch_triton.py", "--seconds", "120"])
     else:
-        say("no python3 with torch and triton: those peers are left out")
+        say(f"{wanted_python or 'no python3'} {'does not import' if wanted_python else 'with'} torch and triton: those peers are left out")
     return programs
 
 
@@ -326,7 +326,7 @@ def merged(old, record):
 
 
 def main(arguments):
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="gpu-check", usage="scripts/gpu-check --help says", description=__doc__)
     parser.add_argument("--build", type=pathlib.Path, required=True)
     parser.add_argument("--commit", default="")
     parser.add_argument("--only", default=",".join(PARTS))
@@ -338,8 +338,6 @@ def main(arguments):
     parts = options.only.split(",")
     if unknown := [part for part in parts if part not in PARTS]:
         parser.error(f"--only knows {', '.join(PARTS)}, not {', '.join(unknown)}")
-    if options.python and not os.access(options.python, os.X_OK):
-        parser.error(f"--python {options.python} is no program")
     # Found out now, and not when there is a record to be written.
     folder = options.pack or options.out
     try:
