@@ -29,111 +29,111 @@ constexpr SharedModules kSharedExpertsW = {"shared_experts.w1", "shared_experts.
 constexpr SharedModules kSharedExpert = {"shared_expert.gate_proj", "shared_expert.up_proj", "shared_expert.down_proj"};
 constexpr SharedModules kSharedMlp = {"shared_mlp.gate_proj", "shared_mlp.up_proj", "shared_mlp.down_proj"};
 
-// DeepSeek's words for the gate, shared by the families that took over its code.
-constexpr Few<TopkMethod, 3> kDeepSeekMethods = {{"greedy", GroupScore::kNone, false},
-                                                 {"group_limited_greedy", GroupScore::kMax, false},
-                                                 {"noaux_tc", GroupScore::kTop2Sum, true}};
+// Layers with experts by decoder_sparse_step, but for those that are named (the Qwen classes).
+constexpr LayerRule kSparseSteps = {.step = {{"decoder_sparse_step"}, 1}, .dense_list = "mlp_only_layers"};
+
+// DeepSeek and the families that took over its code: the same keys and tensor names. What differs is what holds where a key
+// is absent; no value: the key is required.
+struct DeepSeekValues {
+  std::string_view name{};
+  Names also{};
+  GateId gate = GateId::kG3;
+  std::optional<std::int64_t> n_shared_experts{}, n_group{}, topk_group{};
+  std::string_view topk_method{};
+  std::optional<bool> norm_topk_prob{};
+  std::optional<double> routed_scaling_factor{};
+  std::optional<std::int64_t> first_k_dense_replace{};
+  Names freq{"moe_layer_freq"};  // absent: 1
+  std::string_view type_list{};
+};
+constexpr Family deepseek(const DeepSeekValues& v) {
+  return {
+      .name = v.name,
+      .also = v.also,
+      .shared_count = {{"n_shared_experts"}, v.n_shared_experts},
+      .gate = v.gate,
+      .n_group = {{"n_group"}, v.n_group},
+      .topk_group = {{"topk_group"}, v.topk_group},
+      .topk_methods = {{"greedy", GroupScore::kNone, false},
+                       {"group_limited_greedy", GroupScore::kMax, false},
+                       {"noaux_tc", GroupScore::kTop2Sum, true}},
+      .topk_method_absent = v.topk_method,
+      .reads_scoring_func = true,
+      .norm = {{"norm_topk_prob"}, v.norm_topk_prob},
+      .factor = {{"routed_scaling_factor"}, v.routed_scaling_factor},
+      .layers = {.first_dense = {{"first_k_dense_replace"}, v.first_k_dense_replace},
+                 .freq = {v.freq, 1},
+                 .type_list = v.type_list},
+      .score_bias = {"gate.e_score_correction_bias"},
+      .shared = kSharedExperts,
+      .layouts = kProjLayouts,
+  };
+}
 
 constexpr Family kFamilies[] = {
 
-    {
+    deepseek({
         .name = "deepseek_v2",  // DeepSeek-V2, V2-Lite, V2.5
-        .shared_count = {{"n_shared_experts"}, {}},
         .gate = GateId::kG2,
-        .n_group = {{"n_group"}, 1},        // released V2-Lite: 1
-        .topk_group = {{"topk_group"}, 1},  // released V2-Lite: 1
-        .topk_methods = kDeepSeekMethods,
-        .topk_method_absent = "greedy",                            // class
-        .reads_scoring_func = true,                                // released: softmax
-        .norm = {{"norm_topk_prob"}, false},                       // class
-        .factor = {{"routed_scaling_factor"}, 1.0},                // class
-        .layers = {.first_dense = {{"first_k_dense_replace"}, 0},  // class
-                   .freq = {{"moe_layer_freq"}, 1}},               // class
-        .score_bias = {"gate.e_score_correction_bias"},
-        .shared = kSharedExperts,
-        .layouts = kProjLayouts,
-    },
+        .n_group = 1,                  // released V2-Lite
+        .topk_group = 1,               // released V2-Lite
+        .topk_method = "greedy",       // class
+        .norm_topk_prob = false,       // class
+        .routed_scaling_factor = 1.0,  // class
+        .first_k_dense_replace = 0,    // class
+    }),
 
-    {
+    deepseek({
         .name = "deepseek_v3",  // DeepSeek-V3, R1, V3.1, Moonlight
         .also = {"deepseek_v32"},
-        .shared_count = {{"n_shared_experts"}, 1},  // class
-        .gate = GateId::kG3,
-        .n_group = {{"n_group"}, 8},        // class
-        .topk_group = {{"topk_group"}, 4},  // class
-        .topk_methods = kDeepSeekMethods,
-        .topk_method_absent = "noaux_tc",  // fixed in the class, which has no such key
-        .reads_scoring_func = true,
-        .norm = {{"norm_topk_prob"}, true},                        // class
-        .factor = {{"routed_scaling_factor"}, 2.5},                // class
-        .layers = {.first_dense = {{"first_k_dense_replace"}, 3},  // class
-                   .freq = {{"moe_layer_freq"}, 1},                // released
-                   .type_list = "mlp_layer_types"},
-        .score_bias = {"gate.e_score_correction_bias"},
-        .shared = kSharedExperts,
-        .layouts = kProjLayouts,
-    },
+        .n_shared_experts = 1,         // class
+        .n_group = 8,                  // class
+        .topk_group = 4,               // class
+        .topk_method = "noaux_tc",     // fixed in the class, which has no such key
+        .norm_topk_prob = true,        // class
+        .routed_scaling_factor = 2.5,  // class
+        .first_k_dense_replace = 3,    // class
+        .type_list = "mlp_layer_types",
+    }),
 
-    {
+    deepseek({
         .name = "kimi_k2",  // Kimi K2; K2.5 nests it in a text_config
         .also = {"kimi_k25"},
-        .shared_count = {{"n_shared_experts"}, {}},
-        .gate = GateId::kG3,
-        .n_group = {{"n_group"}, 1},        // released
-        .topk_group = {{"topk_group"}, 1},  // released
-        .topk_methods = kDeepSeekMethods,
-        .topk_method_absent = "noaux_tc",  // released
-        .reads_scoring_func = true,
-        .norm = {{"norm_topk_prob"}, true},         // released
-        .factor = {{"routed_scaling_factor"}, {}},  // 2.827 released; not a number to assume
-        .layers = {.first_dense = {{"first_k_dense_replace"}, {}}, .freq = {{"moe_layer_freq"}, 1}},  // released
-        .score_bias = {"gate.e_score_correction_bias"},
-        .shared = kSharedExperts,
-        .layouts = kProjLayouts,
-    },
+        .n_group = 1,               // released
+        .topk_group = 1,            // released
+        .topk_method = "noaux_tc",  // released
+        .norm_topk_prob = true,     // released; routed_scaling_factor, 2.827 there, is not a number to assume
+    }),
 
-    {
-        .name = "glm4_moe",                         // GLM-4.5, Air, 4.6
-        .shared_count = {{"n_shared_experts"}, 1},  // class
-        .gate = GateId::kG3,
-        .n_group = {{"n_group"}, 1},        // class
-        .topk_group = {{"topk_group"}, 1},  // class
-        .topk_methods = kDeepSeekMethods,
-        .topk_method_absent = "noaux_tc",  // fixed
-        .reads_scoring_func = true,
-        .norm = {{"norm_topk_prob"}, true},                         // class
-        .factor = {{"routed_scaling_factor"}, 1.0},                 // class
-        .layers = {.first_dense = {{"first_k_dense_replace"}, 1}},  // class
-        .score_bias = {"gate.e_score_correction_bias"},
-        .shared = kSharedExperts,
-        .layouts = kProjLayouts,
-    },
+    deepseek({
+        .name = "glm4_moe",            // GLM-4.5, Air, 4.6
+        .n_shared_experts = 1,         // class
+        .n_group = 1,                  // class
+        .topk_group = 1,               // class
+        .topk_method = "noaux_tc",     // fixed
+        .norm_topk_prob = true,        // class
+        .routed_scaling_factor = 1.0,  // class
+        .first_k_dense_replace = 1,    // class
+        .freq = {},
+    }),
 
-    {
+    deepseek({
         .name = "dots1",
-        .shared_count = {{"n_shared_experts"}, {}},
-        .gate = GateId::kG3,
-        .n_group = {{"n_group"}, 1},        // class
-        .topk_group = {{"topk_group"}, 1},  // class
-        .topk_methods = kDeepSeekMethods,
-        .topk_method_absent = "noaux_tc",  // fixed
-        .reads_scoring_func = true,
-        .norm = {{"norm_topk_prob"}, false},                       // class
-        .factor = {{"routed_scaling_factor"}, 1.0},                // class
-        .layers = {.first_dense = {{"first_k_dense_replace"}, 0},  // class
-                   .freq = {{"moe_layer_freq"}, 1}},               // released
-        .score_bias = {"gate.e_score_correction_bias"},
-        .shared = kSharedExperts,
-        .layouts = kProjLayouts,
-    },
+        .n_group = 1,                  // class
+        .topk_group = 1,               // class
+        .topk_method = "noaux_tc",     // fixed
+        .norm_topk_prob = false,       // class
+        .routed_scaling_factor = 1.0,  // class
+        .first_k_dense_replace = 0,    // class
+    }),
 
     {
         .name = "qwen2_moe",
         .shared_width = {{"shared_expert_intermediate_size"}, {}},
         .has_shared_gate = true,  // fixed
         .gate = GateId::kG1,
-        .norm = {{"norm_topk_prob"}, false},                                                // class
-        .layers = {.step = {{"decoder_sparse_step"}, 1}, .dense_list = "mlp_only_layers"},  // class
+        .norm = {{"norm_topk_prob"}, false},  // class
+        .layers = kSparseSteps,               // class
         .shared = kSharedExpert,
         .shared_expert_gate = "shared_expert_gate.weight",
         .layouts = kProjLayouts,
@@ -143,7 +143,7 @@ constexpr Family kFamilies[] = {
         .name = "qwen3_moe",
         .gate = GateId::kG4,
         .norm = {{"norm_topk_prob"}, false},  // class; released files say true
-        .layers = {.step = {{"decoder_sparse_step"}, 1}, .dense_list = "mlp_only_layers"},  // class
+        .layers = kSparseSteps,               // class
         .layouts = kProjLayouts,
     },
 
@@ -152,8 +152,8 @@ constexpr Family kFamilies[] = {
         .shared_width = {{"shared_expert_intermediate_size"}, {}},
         .has_shared_gate = true,  // fixed
         .gate = GateId::kG4,
-        .norm = {{"norm_topk_prob"}, true},                                                 // class
-        .layers = {.step = {{"decoder_sparse_step"}, 1}, .dense_list = "mlp_only_layers"},  // class
+        .norm = {{"norm_topk_prob"}, true},  // class
+        .layers = kSparseSteps,              // class
         .shared = kSharedExpert,
         .shared_expert_gate = "shared_expert_gate.weight",
         .layouts = kProjLayouts,
