@@ -104,7 +104,7 @@ TEST_F(ConvertCli, SaysWhatItDidAsTextAndJson) {
   EXPECT_EQ(text.code, 0) << text.err;
   EXPECT_EQ(text.err, "");
   EXPECT_THAT(text.out, HasSubstr("deepseek_v3, layer 1 to fp8-block"));
-  EXPECT_THAT(text.out, HasSubstr("27 matrices quantised; 2 tensors and 1 other files copied and equal"));
+  EXPECT_THAT(text.out, HasSubstr("27 matrices quantised; 2 tensors and 1 other file copied and equal"));
   EXPECT_THAT(text.out, HasSubstr("relative L2 error: worst"));
   const Ran machine = sluice(convert({"--to", "int8-channel", "--force", "--layers", "1", "--json"}));
   EXPECT_EQ(machine.code, 0) << machine.err;
