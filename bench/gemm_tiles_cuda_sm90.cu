@@ -250,7 +250,7 @@ int main(int argc, char** argv) {
     for (std::int64_t tokens : {8, 16, 32, 64, 96, 128}) {
       for (std::int64_t weight_rows : {128, 256}) tiles.push_back({false, tokens, weight_rows});
     }
-    for (std::int64_t weight_rows : {128, 192, 256}) tiles.push_back({true, 128, weight_rows});
+    tiles.push_back({true, 128, 256});
     for (GpuTile tile : tiles) {
       const auto tokens = static_cast<double>(tile.tokens);
       if (!all && (tokens < 0.7 * std::min(mean, 128.0) || (tokens > 5 * mean && tile.tokens > 16))) continue;

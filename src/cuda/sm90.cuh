@@ -51,6 +51,39 @@ __device__ __forceinline__ void barrier_wait(std::uint64_t* barrier, std::uint32
       : "memory");
 }
 
+// The same with a shared-memory address that was computed once: in a hot loop the conversion costs a read of the block's
+// rank and a wait for it.
+__device__ __forceinline__ void barrier_arrive(std::uint32_t address) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address) : "memory");
+}
+__device__ __forceinline__ void barrier_wait(std::uint32_t address, std::uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra finished;\n"
+      "bra again;\n"
+      "finished:\n"
+      "}\n" ::"r"(address),
+      "r"(parity)
+      : "memory");
+}
+// Whether the phase is over, without waiting.
+__device__ __forceinline__ bool barrier_test(std::uint32_t address, std::uint32_t parity) {
+  std::uint32_t done;
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, done;\n"
+      "}\n"
+      : "=r"(done)
+      : "r"(address), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+
 // Position in a ring of stages: the parity flips at each wrap.
 struct RingPosition {
   std::uint32_t stage = 0;
@@ -86,6 +119,37 @@ __device__ __forceinline__ void tma_load_4d(const CUtensorMap* map, std::uint64_
       "[%2];" ::"r"(shared_address(to)),
       "l"(map), "r"(shared_address(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
       : "memory");
+}
+
+// A box out of shared memory; parts outside the tensor are not written. Fences as for bulk_store.
+__device__ __forceinline__ void tma_store_3d(const CUtensorMap* map, const void* from, std::int32_t c0, std::int32_t c1,
+                                             std::int32_t c2) {
+  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
+               "r"(shared_address(from)), "r"(c0), "r"(c1), "r"(c2)
+               : "memory");
+}
+
+// Four bytes of global memory to shared memory, asynchronously; the barrier gets an arrival of the calling thread when
+// all its copies so far are there.
+__device__ __forceinline__ void copy_word(std::uint32_t to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+}
+__device__ __forceinline__ void arrive_with_copies(std::uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// Four 8 x 8 matrices of 16-bit values, rows of 16 bytes: lane i of 8m..8m+7 gives the address of row i of matrix m, lane l
+// of the warp holds columns 2(l%4) and the next of row l/4 in word[m].
+__device__ __forceinline__ void store_matrices(std::uint32_t row, const std::uint32_t (&word)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(word[0]),
+               "r"(word[1]), "r"(word[2]), "r"(word[3])
+               : "memory");
+}
+__device__ __forceinline__ float load_shared(std::uint32_t address) {
+  float v;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");
+  return v;
 }
 
 // Shared memory to global, both on 16-byte boundaries, by the copy engine: the caller goes on. What ordinary stores wrote
@@ -155,6 +219,14 @@ __device__ __forceinline__ std::uint64_t operand_descriptor(const void* tile) {
   return start | (std::uint64_t{1} << 16) | (std::uint64_t{kAtomBytes >> 4} << 32) | (std::uint64_t{1} << 62);
 }
 constexpr std::uint64_t kDescriptorStep = 32 >> 4;
+// The same in halves: only the lower one moves from tile to tile.
+constexpr std::uint32_t kDescriptorHigh = std::uint32_t{kAtomBytes >> 4} | std::uint32_t{1} << 30;
+__device__ __forceinline__ std::uint32_t descriptor_low(std::uint32_t address) {
+  return (address & 0x3FFFFu) >> 4 | std::uint32_t{1} << 16;
+}
+__device__ __forceinline__ std::uint64_t descriptor(std::uint32_t low) {
+  return static_cast<std::uint64_t>(kDescriptorHigh) << 32 | low;
+}
 
 // Eight by eight 16-bit values across a warp, transposed: lane 4i+j holds row i, columns 2j and 2j+1, before and after.
 __device__ __forceinline__ std::uint32_t transpose_8x8(std::uint32_t packed) {

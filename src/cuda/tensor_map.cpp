@@ -27,28 +27,46 @@ EncodeTiled encoder() {
   return found;
 }
 
+// A map in the 128-byte swizzle; extents, strides and box from the innermost axis outwards.
+Status encode(std::string_view what, const TensorView& view, CUtensorMapDataType type,
+              std::span<const cuuint64_t> extent, std::span<const cuuint64_t> stride_bytes,
+              std::span<const cuuint32_t> box, CUtensorMap& map) {
+  const EncodeTiled function = encoder();
+  if (function == nullptr) {
+    return {StatusCode::kUnsupported,
+            fmt::format("{}: the driver has no cuTensorMapEncodeTiled (12.0 is needed)", what)};
+  }
+  constexpr cuuint32_t kSteps[5] = {1, 1, 1, 1, 1};
+  const CUresult result =
+      function(&map, type, static_cast<cuuint32_t>(extent.size()), view.data, extent.data(), stride_bytes.data(),
+               box.data(), kSteps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+               CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result == CUDA_SUCCESS) return Status::ok();
+  return {StatusCode::kInternal,
+          fmt::format("{}: the tensor map of {} with boxes of {} by {} was refused (CUresult {})", what,
+                      view.to_string(), box[1], box[0], static_cast<int>(result))};
+}
+
 }  // namespace
 
 Status make_operand_map(std::string_view what, const TensorView& view, std::span<const cuuint64_t> extent,
                         std::span<const cuuint64_t> stride_bytes, int box_rows, CUtensorMap& map) {
-  const EncodeTiled encode = encoder();
-  if (encode == nullptr) {
-    return {StatusCode::kUnsupported,
-            fmt::format("{}: the driver has no cuTensorMapEncodeTiled (12.0 is needed)", what)};
-  }
-  constexpr int kMostAxes = 5;  // of a tensor map
-  const cuuint32_t box[kMostAxes] = {static_cast<cuuint32_t>(128 / size_bytes(view.dtype)),
-                                     static_cast<cuuint32_t>(box_rows), 1, 1, 1};
-  const cuuint32_t steps[kMostAxes] = {1, 1, 1, 1, 1};
+  const cuuint32_t box[5] = {static_cast<cuuint32_t>(128 / size_bytes(view.dtype)), static_cast<cuuint32_t>(box_rows),
+                             1, 1, 1};
   const CUtensorMapDataType type =
       view.dtype == DType::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_UINT8;
-  const CUresult result =
-      encode(&map, type, static_cast<cuuint32_t>(extent.size()), view.data, extent.data(), stride_bytes.data(), box,
-             steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (result == CUDA_SUCCESS) return Status::ok();
-  return {StatusCode::kInternal, fmt::format("{}: the tensor map of {} with boxes of {} rows was refused (CUresult {})",
-                                             what, view.to_string(), box_rows, static_cast<int>(result))};
+  return encode(what, view, type, extent, stride_bytes, box, map);
+}
+
+Status make_output_map(std::string_view what, const TensorView& view, std::int64_t part_columns, std::int64_t parts,
+                       int box_columns, int box_rows, CUtensorMap& map) {
+  const cuuint64_t extent[3] = {static_cast<cuuint64_t>(part_columns), static_cast<cuuint64_t>(parts),
+                                static_cast<cuuint64_t>(view.shape[0])};
+  const std::int64_t elem_bytes = size_bytes(view.dtype);
+  const cuuint64_t stride_bytes[2] = {static_cast<cuuint64_t>(part_columns * elem_bytes),
+                                      static_cast<cuuint64_t>(view.stride[0] * elem_bytes)};
+  const cuuint32_t box[3] = {static_cast<cuuint32_t>(box_columns), 1, static_cast<cuuint32_t>(box_rows)};
+  return encode(what, view, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, extent, stride_bytes, box, map);
 }
 
 Status make_rows_map(std::string_view what, const TensorView& view, int box_rows, CUtensorMap& map) {

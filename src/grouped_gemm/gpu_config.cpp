@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "grouped_gemm/tile_memory.h"
+#include "grouped_gemm/tokens_memory.h"
 #include "sluice/core.h"
 
 namespace sluice::grouped_gemm {
@@ -20,6 +21,11 @@ std::string GpuTile::to_string() const {
 }
 
 GpuTile with_stages(GpuTile tile, const GpuProblem& p) {
+  if (tile.tokens_on_m) {
+    tile.shared_bytes = tokens_on_m::shared_bytes(p.num_groups);
+    tile.stages = tile.shared_bytes <= p.shared_bytes ? tokens_on_m::kStages : 0;
+    return tile;
+  }
   const TileMemory memory = TileMemory::of(tile.tokens_on_m, static_cast<int>(tile.tokens),
                                            static_cast<int>(tile.weight_rows), p.block_scales, tile.paired);
   const std::int64_t stage_bytes = memory.stage_bytes(), fixed_bytes = memory.fixed_bytes(p.num_groups);

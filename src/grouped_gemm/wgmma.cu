@@ -2,7 +2,7 @@
 #include "cuda/dependent_launch.cuh"
 #include "cuda/tensor_map.h"
 #include "grouped_gemm/cuda.h"
-#include "grouped_gemm/tile_table.cuh"
+#include "grouped_gemm/tokens_on_m.h"
 #include "grouped_gemm/wgmma.h"
 
 namespace sluice::grouped_gemm {
@@ -11,15 +11,10 @@ namespace {
 
 using wgmma::Scaling;
 
-Scaling scaling_of(const Args& args) {
-  if (!args.a_scale.is_present()) return Scaling::kNone;
-  return scales_by_row(args) ? Scaling::kRow : Scaling::kBlock;
-}
-
 wgmma::Kernel kernel_for(const Args& args, const GpuTile& tile) {
   if (args.a.dtype == DType::kBF16) return wgmma::bf16_kernel(tile);
   if (args.a.dtype == DType::kI8) return wgmma::int8_row_kernel(tile);
-  return scaling_of(args) == Scaling::kRow ? wgmma::fp8_row_kernel(tile) : wgmma::fp8_block_kernel(tile);
+  return wgmma::scaling_of(args) == Scaling::kRow ? wgmma::fp8_row_kernel(tile) : wgmma::fp8_block_kernel(tile);
 }
 
 }  // namespace
@@ -27,6 +22,11 @@ wgmma::Kernel kernel_for(const Args& args, const GpuTile& tile) {
 Status run_wgmma(const Args& args, const Ctx& ctx) { return run_wgmma_tile(args, ctx, choose_tile(problem_of(args))); }
 
 namespace wgmma {
+
+Scaling scaling_of(const Args& args) {
+  if (!args.a_scale.is_present()) return Scaling::kNone;
+  return scales_by_row(args) ? Scaling::kRow : Scaling::kBlock;
+}
 
 Status make_params(const Args& args, const GpuTile& tile, Params& p) {
   const std::int64_t depth = args.w.shape[2];
@@ -79,6 +79,7 @@ Status run_wgmma_tile(const Args& args, const Ctx& ctx, const GpuTile& tile) {
   SLUICE_TRY(check_alignment(args));
   const device::Current current(args.a.device);
   SLUICE_TRY(current.status().with_context("grouped_gemm"));
+  if (tile.tokens_on_m) return run_tokens_on_m(args, ctx, tile);
   wgmma::Params p = {};
   SLUICE_TRY(wgmma::make_params(args, tile, p));
   const wgmma::Kernel kernel = kernel_for(args, tile);

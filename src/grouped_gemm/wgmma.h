@@ -36,6 +36,7 @@ struct Params : DeviceScales {
 
 constexpr int kThreads = 384;  // a producer and two consumer warpgroups
 
+Scaling scaling_of(const Args& args);
 // Of legal args: everything but the kernel. A paired tile covers the same columns of two stacked matrices.
 Status make_params(const Args& args, const GpuTile& tile, Params& p);
 // Blocks of a persistent launch: the device's multiprocessors, or as many as there can be tiles.

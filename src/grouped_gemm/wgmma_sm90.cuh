@@ -61,10 +61,15 @@ struct Int8 {
 __device__ __forceinline__ float as_f32(float v) { return v; }
 __device__ __forceinline__ float as_f32(std::uint32_t v) { return __int2float_rn(static_cast<int>(v)); }
 
-// Two values to bf16, nearest even; the instruction's NaN is 0x7FFF, the specified one 0x7FC0.
-__device__ __forceinline__ std::uint32_t pack_bf16(float low, float high) {
+// Two values to bf16, nearest even. Any NaN becomes 0x7FFF.
+__device__ __forceinline__ std::uint32_t pack_bf16_fast(float low, float high) {
   std::uint32_t packed;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+// The same, with 0x7FC0 for a NaN as specified.
+__device__ __forceinline__ std::uint32_t pack_bf16(float low, float high) {
+  std::uint32_t packed = pack_bf16_fast(low, high);
   if (low != low) packed = (packed & 0xFFFF0000u) | 0x7FC0u;
   if (high != high) packed = (packed & 0x0000FFFFu) | 0x7FC00000u;
   return packed;

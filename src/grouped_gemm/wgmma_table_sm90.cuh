@@ -13,17 +13,8 @@ Kernel weights_on_m(const GpuTile& tile) {
 }
 
 template <class Operand, Scaling kScaling>
-Kernel tokens_on_m(const GpuTile& tile) {
-  if (tile.tokens != 128) return nullptr;
-  if (tile.weight_rows == 128) return grouped_gemm_wgmma<Tiling<Operand, kScaling, true, 128, 128>>;
-  if (tile.weight_rows == 192) return grouped_gemm_wgmma<Tiling<Operand, kScaling, true, 128, 192>>;
-  if (tile.weight_rows == 256) return grouped_gemm_wgmma<Tiling<Operand, kScaling, true, 128, 256>>;
-  return nullptr;
-}
-
-template <class Operand, Scaling kScaling>
 Kernel kernel_of(const GpuTile& tile) {
-  if (tile.tokens_on_m) return tokens_on_m<Operand, kScaling>(tile);
+  if (tile.tokens_on_m) return nullptr;  // tokens_on_m.h
   switch (tile.tokens) {
     case 8: return weights_on_m<Operand, kScaling, 8>(tile);
     case 16: return weights_on_m<Operand, kScaling, 16>(tile);

@@ -1,0 +1,427 @@
+// The grouped GEMM for many rows an expert: 128 tokens on the M side by 256 weight rows, ragged, no padding, persistent.
+//
+//   producer warpgroup   warp 0  TMA fills a ring of three stages with 128 bytes of K of both operands
+//                        warp 1  a_scale and w_scale of the stage by asynchronous copies, into the same barrier
+//                        warp 2  finds tiles, two ahead of the others
+//                        warp 3  takes finished tiles out of shared memory: by TMA in slabs of eight rows, the last rows of an
+//                                expert one by one
+//   two warpgroups       64 tokens each; sums of 128 k, half of the columns at a time, are promoted into fp32 accumulators
+//
+// The two warpgroups share a stage's weights and find each other's pace: while one promotes, the other's products keep the
+// tensor cores busy. That works as long as what a warpgroup does between its products is shorter than the products of the
+// other, so the loop is kept free of everything else: addresses are computed once, descriptors live in uniform registers
+// (one divergent arrival without a __syncwarp behind it moves them into vector registers and adds 30 instructions a step),
+// the next stage is looked at before the promotion, scales are read behind the products. docs/performance.md has the figures.
+//
+// Bits are those of every other tile: one chain over ascending k an output (docs/numerics.md).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "cuda/dependent_launch.cuh"
+#include "cuda/sm90.cuh"
+#include "grouped_gemm/row_tiles_sm90.cuh"
+#include "grouped_gemm/tokens_on_m.h"
+#include "grouped_gemm/wgmma_sm90.cuh"
+
+namespace sluice::grouped_gemm::tokens_on_m {
+
+using wgmma::Scaling;
+
+template <class Operand_, Scaling kScaling_>
+struct Tiling {
+  using Operand = Operand_;
+  using Accumulator = typename Operand::Accumulator;
+  static constexpr Scaling kScaling = kScaling_;
+  // Sums that are promoted take two sets of registers: one half of the columns at a time.
+  static constexpr int kChunks = Operand::kPromotes ? 2 : 1;
+  static constexpr int kN = kColumns / kChunks;
+  static constexpr int kRegs = kN / 2;
+  static constexpr int kStepElems = sm90::kSwizzleBytes / static_cast<int>(sizeof(typename Operand::Element));
+  static_assert(kN == kScaleBlock || kChunks == 1);  // a chunk of a promoted sum has one w_scale
+};
+
+constexpr int kProducerRegisters = 40;
+constexpr int kConsumerRegisters = 232;
+constexpr int kTileReaders = 8 + 3;  // warps that take tiles
+
+// ---------------------------------------------------------------------------------------------------------
+// Producers
+// ---------------------------------------------------------------------------------------------------------
+
+template <class T>
+__device__ void load_operands(const Params& p, Memory& m, TileQueue tiles) {
+  constexpr std::uint32_t kBytes = sizeof(m.weights[0]) + sizeof(m.tokens[0]);
+  sm90::RingPosition at;
+  TileInfo tile;
+  while (tiles.take(tile)) {
+    for (std::int32_t step = 0; step < p.num_k_steps; ++step, at.advance(kStages)) {
+      if (threadIdx.x % 32 == 0) {
+        sm90::barrier_wait(m.empty + at.stage, at.parity ^ 1u);
+        sm90::barrier_arrive_expect(m.full + at.stage, kBytes);
+        const std::int32_t k = step * T::kStepElems;
+        sm90::tma_load_4d(&p.weights, m.full + at.stage, m.weights[at.stage], k, tile.inside, tile.part, tile.group);
+        sm90::tma_load_2d(&p.tokens, m.full + at.stage, m.tokens[at.stage], k, tile.row);
+      }
+    }
+    __syncwarp();
+  }
+}
+
+// Rows behind an expert's last one take its scale; they are never stored.
+__device__ inline void load_scales(const Params& p, Memory& m, TileQueue tiles) {
+  constexpr int kRowsEachLane = kTokens / 32;
+  const auto lane = static_cast<std::int32_t>(threadIdx.x % 32);
+  sm90::RingPosition at;
+  TileInfo tile;
+  while (tiles.take(tile)) {
+    const float* a_scale[kRowsEachLane];
+#pragma unroll
+    for (int i = 0; i < kRowsEachLane; ++i)
+      a_scale[i] = p.a_scale + min(tile.row + lane + 32 * i, tile.end - 1) * p.a_scale_row;
+    const std::int32_t block = tile.inside / static_cast<int>(kScaleBlock) + lane;
+    const std::int32_t scale_row = tile.part * p.scale_rows_per_part + min(block, p.scale_rows_per_part - 1);
+    const float* w_scale = p.w_scale + tile.group * p.w_scale_group + scale_row * p.w_scale_row;
+    for (std::int32_t step = 0; step < p.num_k_steps; ++step, at.advance(kStages)) {
+      sm90::barrier_wait(m.empty + at.stage, at.parity ^ 1u);
+      const std::uint32_t to = sm90::shared_address(m.a_scale[at.stage] + lane);
+#pragma unroll
+      for (int i = 0; i < kRowsEachLane; ++i) {
+        sm90::copy_word(to + 4 * 32 * i, a_scale[i]);
+        a_scale[i] += p.a_scale_step;
+      }
+      if (lane < kPieces) sm90::copy_word(sm90::shared_address(m.w_scale[at.stage] + lane), w_scale);
+      w_scale += p.w_scale_step;
+      sm90::arrive_with_copies(sm90::shared_address(m.full + at.stage));
+    }
+  }
+  sm90::wait_for_copies();
+}
+
+// Eight bf16 values of a staged row.
+__device__ __forceinline__ uint4 staged_unit(const Memory& m, int warpgroup, int row, int unit) {
+  const std::byte* const block = m.staging[warpgroup][unit / 8];
+  return *reinterpret_cast<const uint4*>(block + row * 128 + ((unit % 8) ^ (row % 8)) * 16);
+}
+
+__device__ inline void store_tiles(const Params& p, Memory& m, TileQueue tiles) {
+  static_assert(kRowsEach / kSlabRows * kBlocks == 32 && kColumns / 8 == 32);  // a lane a slab, a lane eight columns
+  const auto lane = static_cast<int>(threadIdx.x % 32);
+  std::uint32_t parity = 0;
+  TileInfo tile;
+  while (tiles.take(tile)) {
+    const std::int32_t width = p.part_rows - tile.inside;
+    for (int g = 0; g < kConsumers; ++g) {
+      sm90::barrier_wait(m.staged + g, parity);
+      const std::int32_t first = tile.row + g * kRowsEach;
+      const int rows = min(tile.end - first, kRowsEach);
+      int done = 0;
+      if (p.wide && rows >= kSlabRows) {
+        const int slab = lane / kBlocks;
+        const int block = lane % kBlocks;
+        if ((slab + 1) * kSlabRows <= rows && block * kBlockColumns < width) {
+          sm90::tma_store_3d(&p.out_slabs, m.staging[g][block] + slab * kSlabRows * 128,
+                             tile.inside + block * kBlockColumns, tile.part, first + slab * kSlabRows);
+        }
+        sm90::bulk_commit();
+        done = rows / kSlabRows * kSlabRows;
+      }
+      for (int row = done; row < rows; ++row) {
+        const uint4 bits = staged_unit(m, g, row, lane);
+        std::uint16_t* const to = p.out + (first + row) * p.out_row + tile.part * p.part_rows + tile.inside + 8 * lane;
+        if (p.wide) {
+          if (8 * lane < width) *reinterpret_cast<uint4*>(to) = bits;
+        } else {
+          const std::uint32_t word[4] = {bits.x, bits.y, bits.z, bits.w};
+#pragma unroll
+          for (int i = 0; i < 8; ++i) {
+            if (8 * lane + i < width) to[i] = static_cast<std::uint16_t>(word[i / 2] >> (i % 2 * 16));
+          }
+        }
+      }
+    }
+    sm90::bulk_wait_read();
+    __syncwarp();
+    if (lane < kConsumers) sm90::barrier_arrive(m.unstaged + lane);
+    __syncwarp();
+    parity ^= 1u;
+  }
+  sm90::bulk_wait_all();
+}
+
+// ---------------------------------------------------------------------------------------------------------
+// Consumers
+// ---------------------------------------------------------------------------------------------------------
+
+// Register i of a thread holds row 8*(i/2%2) of the warp's rows and column 8*(i/4) + 2*(lane%4) + i%2 of the chunk.
+template <class T>
+__device__ __forceinline__ void promote(float (&acc)[T::kRegs], const float (&part)[T::kRegs], float low, float high) {
+#pragma unroll
+  for (int i = 0; i < T::kRegs; ++i) {
+    if constexpr (T::kScaling == Scaling::kBlock) {
+      acc[i] = __fmaf_rn(part[i], i / 2 % 2 == 0 ? low : high, acc[i]);
+    } else {
+      acc[i] = __fadd_rn(acc[i], part[i]);
+    }
+  }
+}
+
+// What a warpgroup knows of shared memory, in addresses that are computed once.
+struct Addresses {
+  std::uint32_t tokens, weights;  // lower halves of the descriptors of stage 0
+  std::uint32_t full, empty;
+  std::uint32_t a_scale, w_scale;
+  std::uint32_t staging;  // the row and half of a 16-byte pair this lane addresses
+
+  __device__ __forceinline__ Addresses(Memory& m, int warpgroup, int warp, int lane)
+      : tokens(uniform(sm90::descriptor_low(sm90::shared_address(m.tokens[0] + warpgroup * kRowsEach * 128)))),
+        weights(uniform(sm90::descriptor_low(sm90::shared_address(m.weights[0])))),
+        full(uniform(sm90::shared_address(m.full))),
+        empty(uniform(sm90::shared_address(m.empty))),
+        a_scale(sm90::shared_address(m.a_scale[0] + warpgroup * kRowsEach + warp * 16 + lane / 4)),
+        w_scale(uniform(sm90::shared_address(m.w_scale[0]))),
+        staging(sm90::shared_address(m.staging[warpgroup][0] + (warp * 16 + lane % 16) * 128)) {}
+};
+
+struct Position {
+  std::uint32_t stage = 0, parity = 0;
+  __device__ __forceinline__ void advance() {
+    stage = stage + 1 == kStages ? 0 : stage + 1;
+    parity ^= stage == 0 ? 1u : 0u;
+  }
+};
+
+// One chunk of a stage as a group in flight.
+template <class T>
+__device__ __forceinline__ void start(const Addresses& at, std::uint32_t stage, int chunk,
+                                      typename T::Accumulator (&d)[T::kRegs], bool add) {
+  constexpr std::uint32_t kTokenStep = sizeof(Memory::tokens[0]) >> 4;
+  constexpr std::uint32_t kWeightStep = sizeof(Memory::weights[0]) >> 4;
+  const std::uint32_t tokens = at.tokens + stage * kTokenStep;
+  const std::uint32_t weights = at.weights + stage * kWeightStep + chunk * (T::kN * 128 >> 4);
+  sm90::fence();
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+    T::Operand::template multiply<T::kN>(sm90::descriptor(tokens + k * sm90::kDescriptorStep),
+                                         sm90::descriptor(weights + k * sm90::kDescriptorStep), d, add || k > 0);
+  }
+  sm90::commit();
+}
+
+// This warp is done with a stage.
+__device__ __forceinline__ void release(const Addresses& at, std::uint32_t stage, int lane) {
+  __syncwarp();
+  if (lane == 0) sm90::barrier_arrive(at.empty + stage * 8);
+}
+
+template <class T>
+__device__ __forceinline__ void sum_promoted(std::int32_t num_steps, const Addresses& at, Position& position, int lane,
+                                             float (&acc)[T::kChunks][T::kRegs]) {
+  if (num_steps == 0) return;
+  sm90::barrier_wait(at.full + position.stage * 8, position.parity);
+  for (;;) {
+    const std::uint32_t stage = position.stage;
+    float low = 1.0f, high = 1.0f;
+    float w[kPieces] = {};
+    float part[T::kRegs];
+    bool ready = false;
+    --num_steps;
+#pragma unroll
+    for (int c = 0; c < T::kChunks; ++c) {
+      sm90::hold(part);
+      start<T>(at, stage, c, part, false);
+      if (c == 0 && T::kScaling == Scaling::kBlock) {
+        low = sm90::load_shared(at.a_scale + stage * static_cast<std::uint32_t>(sizeof(Memory::a_scale[0])));
+        high = sm90::load_shared(at.a_scale + stage * static_cast<std::uint32_t>(sizeof(Memory::a_scale[0])) + 4 * 8);
+#pragma unroll
+        for (int i = 0; i < kPieces; ++i)
+          w[i] = sm90::load_shared(at.w_scale + stage * static_cast<std::uint32_t>(sizeof(Memory::w_scale[0])) + 4 * i);
+      }
+      if (c == T::kChunks - 1) position.advance();
+      sm90::wait<0>();
+      if (c == T::kChunks - 1) {
+        release(at, stage, lane);
+        ready = sm90::barrier_test(at.full + position.stage * 8, position.parity);
+      }
+      sm90::hold(part);
+      promote<T>(acc[c], part, __fmul_rn(low, w[c]), __fmul_rn(high, w[c]));
+    }
+    if (num_steps == 0) return;
+    if (!ready) sm90::barrier_wait(at.full + position.stage * 8, position.parity);
+  }
+}
+
+// The tensor cores accumulate in place; the stage before is free once this one's group is alone in flight.
+template <class T>
+__device__ __forceinline__ void sum_in_place(std::int32_t num_steps, const Addresses& at, Position& position, int lane,
+                                             typename T::Accumulator (&acc)[T::kRegs]) {
+  std::uint32_t before = 0;
+  for (std::int32_t step = 0; step < num_steps; ++step) {
+    sm90::barrier_wait(at.full + position.stage * 8, position.parity);
+    start<T>(at, position.stage, 0, acc, true);
+    sm90::wait<1>();
+    if (step > 0) release(at, before, lane);
+    before = position.stage;
+    position.advance();
+  }
+  sm90::wait<0>();
+  if (num_steps > 0) release(at, before, lane);
+}
+
+// An accumulator's register as the finished value it holds.
+__device__ __forceinline__ float finished(float v) { return v; }
+__device__ __forceinline__ float finished(std::uint32_t v) { return __uint_as_float(v); }
+__device__ __forceinline__ void set_finished(float& acc, float v) { acc = v; }
+__device__ __forceinline__ void set_finished(std::uint32_t& acc, float v) { acc = __float_as_uint(v); }
+
+// Scales of the whole sum and bias, in place. `row` is the first of the warp's rows.
+template <class T>
+__device__ __forceinline__ void finish(const Params& p, const TileInfo& tile, int row, int lane, int chunk,
+                                       typename T::Accumulator (&acc)[T::kRegs]) {
+  const std::int32_t first = tile.part * p.part_rows + tile.inside + chunk * T::kN + lane % 4 * 2;
+  const std::int32_t width = p.part_rows - tile.inside - chunk * T::kN - lane % 4 * 2;
+  float token[2] = {};
+  const float* w_scale = nullptr;
+  if constexpr (T::kScaling == Scaling::kRow) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const std::int32_t at = tile.row + row + lane / 4 + 8 * i;
+      token[i] = at < tile.end ? p.a_scale[at * p.a_scale_row] : 0.0f;
+    }
+    w_scale = p.w_scale + tile.group * p.w_scale_group + first * p.w_scale_row;
+  }
+  const float* const bias = p.bias == nullptr ? nullptr : p.bias + tile.group * p.bias_group + first;
+#pragma unroll
+  for (int j = 0; j < T::kN / 8; ++j) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const std::int32_t column = 8 * j + i;
+      float scale = 1.0f;
+      if constexpr (T::kScaling == Scaling::kRow) scale = column < width ? w_scale[column * p.w_scale_row] : 0.0f;
+      const float added = bias != nullptr && column < width ? bias[column] : 0.0f;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        typename T::Accumulator& a = acc[4 * j + 2 * half + i];
+        float v = wgmma::as_f32(a);
+        if constexpr (T::kScaling == Scaling::kRow) v = __fmul_rn(v, __fmul_rn(token[half], scale));
+        if (bias != nullptr) v = __fadd_rn(v, added);
+        set_finished(a, v);
+      }
+    }
+  }
+}
+
+// Rounds a finished chunk and puts it into the staged tile. Only the exact conversion writes the NaN that is specified.
+template <class T, bool kExact>
+__device__ __forceinline__ void stage_rounded(const typename T::Accumulator (&acc)[T::kRegs], std::uint32_t row,
+                                              int lane, int chunk) {
+  constexpr auto kBlockBytes = static_cast<std::uint32_t>(sizeof(Memory::staging[0][0]));
+  const auto flip = static_cast<std::uint32_t>((lane / 16) ^ (lane % 8));  // 16-byte unit of the row, in the swizzle
+#pragma unroll
+  for (int j = 0; j < T::kN / 8; j += 2) {
+    std::uint32_t word[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float low = finished(acc[4 * j + 2 * i]);
+      const float high = finished(acc[4 * j + 2 * i + 1]);
+      word[i] = kExact ? wgmma::pack_bf16(low, high) : wgmma::pack_bf16_fast(low, high);
+    }
+    const std::uint32_t block = static_cast<std::uint32_t>(chunk * T::kN / kBlockColumns + j / 8);
+    sm90::store_matrices(row + block * kBlockBytes + (flip ^ static_cast<std::uint32_t>(j % 8)) * 16, word);
+  }
+}
+template <class T>
+__device__ __forceinline__ void stage_chunk(const typename T::Accumulator (&acc)[T::kRegs], std::uint32_t row, int lane,
+                                            int chunk) {
+  bool nan = false;
+#pragma unroll
+  for (int i = 0; i < T::kRegs; ++i) nan |= finished(acc[i]) != finished(acc[i]);
+  if (__any_sync(kAllLanes, nan)) {
+    stage_rounded<T, true>(acc, row, lane, chunk);
+  } else {
+    stage_rounded<T, false>(acc, row, lane, chunk);
+  }
+}
+
+template <class T>
+__device__ void consume(const Params& p, Memory& m, TileQueue tiles) {
+  const int warpgroup = uniform(static_cast<int>(threadIdx.x) / sm90::kWarpgroupThreads - 1);
+  const int warp = uniform(static_cast<int>(threadIdx.x) / 32 % 4);
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  const Addresses at(m, warpgroup, warp, lane);
+  Position position;
+  std::uint32_t parity = 1;  // of the staged tile
+  TileInfo tile;
+  while (tiles.take(tile)) {
+    typename T::Accumulator acc[T::kChunks][T::kRegs];
+#pragma unroll
+    for (int c = 0; c < T::kChunks; ++c) {
+#pragma unroll
+      for (int i = 0; i < T::kRegs; ++i) acc[c][i] = 0;
+    }
+    if constexpr (T::Operand::kPromotes) {
+      sum_promoted<T>(p.num_k_steps, at, position, lane, acc);
+    } else {
+      sum_in_place<T>(p.num_k_steps, at, position, lane, acc[0]);
+    }
+    sm90::barrier_wait(m.unstaged + warpgroup, parity);
+    parity ^= 1u;
+#pragma unroll
+    for (int c = 0; c < T::kChunks; ++c) {
+      if (T::kScaling == Scaling::kRow || p.bias != nullptr)
+        finish<T>(p, tile, warpgroup * kRowsEach + warp * 16, lane, c, acc[c]);
+      stage_chunk<T>(acc[c], at.staging, lane, c);
+    }
+    sm90::async_fence();
+    __syncwarp();
+    if (lane == 0) sm90::barrier_arrive(m.staged + warpgroup);
+    __syncwarp();
+  }
+}
+
+template <class T>
+__global__ void __launch_bounds__(wgmma::kThreads, 1) grouped_gemm_tokens_on_m(const __grid_constant__ Params p) {
+  extern __shared__ __align__(1024) std::byte bytes[];
+  Memory& m = *reinterpret_cast<Memory*>(bytes);
+  auto* const before = reinterpret_cast<std::int32_t*>(bytes + sizeof(Memory));
+  const int warp = uniform(static_cast<int>(threadIdx.x) / 32);
+  if (threadIdx.x == 32) {
+    sm90::prefetch_map(&p.weights);
+    sm90::prefetch_map(&p.tokens);
+    for (int i = 0; i < kStages; ++i) {
+      sm90::barrier_init(m.full + i, T::kScaling == Scaling::kBlock ? 1 + 32 : 1);
+      sm90::barrier_init(m.empty + i, 4 * kConsumers);
+    }
+    for (int i = 0; i < kTilesAhead; ++i) {
+      sm90::barrier_init(m.tile_full + i, 1);
+      sm90::barrier_init(m.tile_empty + i, T::kScaling == Scaling::kBlock ? kTileReaders : kTileReaders - 1);
+    }
+    for (int i = 0; i < kConsumers; ++i) {
+      sm90::barrier_init(m.staged + i, 4);
+      sm90::barrier_init(m.unstaged + i, 1);
+    }
+    sm90::barrier_init_fence();
+  }
+  cuda::wait_for_previous();
+  cuda::allow_next();
+  count_row_tiles(p, before);
+  TileQueue tiles(m);
+  if (warp < 4) {
+    sm90::registers_shrink<kProducerRegisters>();
+    if (warp == 0) {
+      load_operands<T>(p, m, tiles);
+    } else if (warp == 1) {
+      if constexpr (T::kScaling == Scaling::kBlock) load_scales(p, m, tiles);
+    } else if (warp == 2) {
+      tiles.give_all(p, before);
+    } else {
+      store_tiles(p, m, tiles);
+    }
+  } else {
+    sm90::registers_grow<kConsumerRegisters>();
+    consume<T>(p, m, tiles);
+  }
+}
+
+}  // namespace sluice::grouped_gemm::tokens_on_m
