@@ -41,7 +41,7 @@ GpuTile choose_tile(const GpuProblem& p) {
   const std::int64_t groups = std::max<std::int64_t>(1, std::min(p.num_groups, p.num_rows));
   const double mean = static_cast<double>(p.num_rows) / static_cast<double>(groups);
   GpuTile tile;
-  if (mean > 128 && p.block_scales && p.n <= 2 * p.k) {
+  if (mean > 96) {
     // Block scales cost least with tokens on M, where a thread needs those of two tokens.
     tile.tokens_on_m = true;
     tile.tokens = 128;

@@ -18,6 +18,9 @@ tokens_on_m::Kernel kernel_for(const Args& args) {
 }  // namespace
 
 Status run_tokens_on_m(const Args& args, const Ctx& ctx, const GpuTile& tile) {
+  if (tile.tokens != tokens_on_m::kTokens || tile.weight_rows != tokens_on_m::kColumns || tile.stages == 0) {
+    return {StatusCode::kInternal, "grouped_gemm: no kernel was compiled for " + tile.to_string()};
+  }
   tokens_on_m::Params p = {};
   SLUICE_TRY(wgmma::make_params(args, tile, p));
   if (p.wide) {

@@ -93,7 +93,7 @@ std::vector<GpuTile> tiles() {
   for (std::int64_t tokens : {8, 16, 32, 64, 96, 128}) {
     for (std::int64_t weight_rows : {128, 256}) all.push_back({false, tokens, weight_rows});
   }
-  for (std::int64_t weight_rows : {128, 192, 256}) all.push_back({true, 128, weight_rows});
+  all.push_back({true, 128, 256});
   return all;
 }
 
