@@ -41,8 +41,9 @@ GpuTile choose_tile(const GpuProblem& p) {
   const std::int64_t groups = std::max<std::int64_t>(1, std::min(p.num_groups, p.num_rows));
   const double mean = static_cast<double>(p.num_rows) / static_cast<double>(groups);
   GpuTile tile;
-  if (mean > 96) {
-    // Block scales cost least with tokens on M, where a thread needs those of two tokens.
+  // Where a tile has few steps of K its store counts most, and tokens on M store it in whole rows.
+  const bool short_k = p.k * p.element_bytes <= 4 * TileMemory::kStepBytes;
+  if (mean > (short_k ? 40 : 96)) {
     tile.tokens_on_m = true;
     tile.tokens = 128;
     tile.weight_rows = 256;

@@ -17,7 +17,7 @@ constexpr int kConsumers = 2;
 constexpr int kRowsEach = kTokens / kConsumers;  // rows of a consumer warpgroup
 constexpr int kBlockColumns = 64;                // of the staged output: 128 bytes, the swizzle's row
 constexpr int kBlocks = kColumns / kBlockColumns;
-constexpr int kSlabRows = 8;  // of the staged output: what one copy takes away, the swizzle's atom
+constexpr int kSlabRows = 16;  // of the staged output: a warp's
 constexpr int kPieces = kColumns / static_cast<int>(kScaleBlock);
 constexpr int kTilesAhead = 2;
 
@@ -38,7 +38,6 @@ struct Memory {
   TileInfo tile[kTilesAhead];
   std::uint64_t full[kStages], empty[kStages];
   std::uint64_t tile_full[kTilesAhead], tile_empty[kTilesAhead];
-  std::uint64_t staged[kConsumers], unstaged[kConsumers];
   // Behind it: row tiles before each expert, [L+1].
 };
 
