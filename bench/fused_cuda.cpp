@@ -114,11 +114,11 @@ bool time_row(const GridRow& row) {
     if (static_cast<double>(tokens) * 8 < mean) continue;
     configs.push_back(up_swiglu_quant::with_stages(config, problem));
   }
-  for (int split : {2, 4, 8}) {
+  for (int split : {2, 4}) {
     Config config;
     config.split = split;
     config = up_swiglu_quant::with_stages(config, problem);
-    if (most_rows <= 64 && config.tile.stages >= 2) configs.push_back(config);
+    if (most_rows <= 64 && config.tile.stages > 4) configs.push_back(config);
   }
   for (const Config& config : configs) {
     must(cudaMemset(q.as<void>(), 0xFF, static_cast<std::size_t>(most_rows * down.k)), "poison");

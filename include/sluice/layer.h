@@ -29,10 +29,13 @@ struct LayerOptions {
   Machine machine = Machine::detect_cpu();
   bool plan_only = false;  // resolve and size the layer for a machine without its weights; its forwards refuse
   // Per stage: "gate.logits", "gate.select", "route", "pack", "grouped_gemm", "swiglu_quant", "combine"; "*" for all.
-  // "up_swiglu_quant" is one kernel for two of them ("cuda-fused"), or "composed".
+  // "route_pack" and "up_swiglu_quant" are one kernel for two of them ("cuda-fused"), or "composed".
   std::map<std::string, Selection> selection;
   std::shared_ptr<Transport> transport = local_transport();
 };
+
+// What is named in place of an implementation where a fused stage is left to the two stages it stands for.
+inline constexpr std::string_view kComposed = "composed";
 
 // The implementations of every stage, fastest first, reference last; stages as LayerOptions::selection names them.
 struct StageNames {

@@ -178,6 +178,11 @@ template <int kBarrier>
 __device__ __forceinline__ void named_barrier(int threads) {
   asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "r"(threads) : "memory");
 }
+// The part of one that does not wait for the others.
+template <int kBarrier>
+__device__ __forceinline__ void named_arrive(int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"n"(kBarrier), "r"(threads) : "memory");
+}
 
 template <int kRegisters>
 __device__ __forceinline__ void registers_shrink() {
@@ -208,9 +213,6 @@ __device__ __forceinline__ std::uint32_t address_in(const void* variable, std::u
   std::uint32_t address;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(variable)), "r"(rank));
   return address;
-}
-__device__ __forceinline__ void store_in_cluster(std::uint32_t address, float value) {
-  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
 }
 __device__ __forceinline__ void raise_in_cluster(std::uint32_t address, std::uint32_t value) {
   asm volatile("red.relaxed.cluster.shared::cluster.max.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");

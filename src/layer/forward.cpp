@@ -112,14 +112,23 @@ Status shared_expert(const Layer::State& s, Call& call, const TensorView& x) {
   return experts(s, s.shared, s.weights.shared, b, RowGroups::whole(), call.ctx);
 }
 
+bool takes_route_pack(const Layer::State& s, const Buffers& b, const TensorView& x) {
+  return s.route_pack.impl != nullptr && b.topk_idx.view.num_elements() <= route_pack::most_slots() &&
+         !is_quantised(x.dtype);
+}
+
 // From routing to output: what both token entry points share.
 Status run_routed(const Layer::State& s, Call& call, const TensorView& x, const TensorView& x_scale,
                   const TensorView& counters, const TensorView& out) {
   Rows arrived;
   Rows returned;
   const Buffers& b = call.b;
-  SLUICE_TRY(s.route(route_args(s, b, counters), call.ctx));                            // topk_idx -> plan
-  SLUICE_TRY(s.routed.pack(x.dtype, pack_args(s, b, x, x_scale), call.ctx));            // x [T,H] -> rows [R,H]
+  if (takes_route_pack(s, b, x)) {
+    SLUICE_TRY(s.route_pack({route_args(s, b, counters), pack_args(s, b, x, x_scale)}, call.ctx));  // both of these
+  } else {
+    SLUICE_TRY(s.route(route_args(s, b, counters), call.ctx));                  // topk_idx -> plan
+    SLUICE_TRY(s.routed.pack(x.dtype, pack_args(s, b, x, x_scale), call.ctx));  // x [T,H] -> rows [R,H]
+  }
   SLUICE_TRY(s.options.transport->dispatch(b.plan, b.routed.rows, arrived, call.ctx));  // rows to their experts' ranks
   FfnBuffers local = b.routed;
   local.rows = arrived;

@@ -95,59 +95,80 @@ std::string scale_text(const TensorView& quantised, ScaleFormat format, bool row
   return fmt::format(", scales {}{}", to_string(format), row_scales ? ", one a row" : "");
 }
 
-// One kernel in place of up and the activation, where there is one and the two resolved to those whose bits it has: whoever
-// forces or disables one of them gets what was asked for. On a CPU there is none, and nothing to say.
-Status resolve_fused(Layer::State& s, std::string_view prefix, const up_swiglu_quant::Args& args, FfnStages& stages,
-                     std::size_t first_report) {
-  namespace fused = up_swiglu_quant;
-  Selection selection = selection_for(s.options.selection, fused::kStage);
-  std::vector<Impl<fused::Args>> table(fused::impls().begin(), fused::impls().end());
+// One kernel in place of two stages, where `table` has one that can run; null: the two stages. `displaced` says why it would
+// have other bits than what the two resolved to, "" where it has theirs: whoever forces or disables one of them gets what was
+// asked for. The report goes before what is reported from `at` on; on a CPU there is no such kernel, and nothing to say.
+template <class Args>
+Result<const Impl<Args>*> resolve_fused(Layer::State& s, std::string_view role, std::string_view stage,
+                                        std::span<const Impl<Args>> table, const Args& args, std::string tensors,
+                                        const std::string& displaced, std::size_t at) {
+  Selection selection = selection_for(s.options.selection, stage);
+  const auto is_forced = [&](const Impl<Args>& impl) { return impl.name == selection.forced; };
   // A name forced for all stages that is none here was meant for the two.
-  const bool is_own = s.options.selection.count(std::string(fused::kStage)) != 0;
-  const auto is_forced = [&](const Impl<fused::Args>& impl) { return impl.name == selection.forced; };
+  const bool is_own = s.options.selection.count(std::string(stage)) != 0;
   if (!is_own && !selection.forced.empty() && std::none_of(table.begin(), table.end(), is_forced))
-    selection.forced = fused::kComposed;
-  if (s.device().kind == DeviceKind::kCpu && selection.forced.empty() && selection.disabled.empty())
-    return Status::ok();
-  const bool is_displaced = selection.forced.empty() && !fused::replaces(stages.up.impl->name, stages.act.impl->name);
-  if (is_displaced) table.clear();
-  Impl<fused::Args> composed;
-  composed.name = fused::kComposed;
+    selection.forced = kComposed;
+  if (s.device().kind == DeviceKind::kCpu && selection.forced.empty() && selection.disabled.empty()) return nullptr;
+  std::vector<Impl<Args>> rows(table.begin(), table.end());
+  const bool is_displaced = selection.forced.empty() && !displaced.empty();
+  if (is_displaced) rows.clear();
+  Impl<Args> composed;
+  composed.name = kComposed;
   composed.device = s.device().kind;
-  composed.can_run = [](const fused::Args&, const Machine&) { return Status::ok(); };
-  table.push_back(composed);
-  Result<Choice<fused::Args>> choice =
-      choose(fused::kStage, std::span<const Impl<fused::Args>>(table), args, s.options.machine, selection);
+  composed.can_run = [](const Args&, const Machine&) { return Status::ok(); };
+  rows.push_back(composed);
+  Result<Choice<Args>> choice = choose(stage, std::span<const Impl<Args>>(rows), args, s.options.machine, selection);
   if (!choice) return choice.status();
   StageReport report;
-  report.stage = fmt::format("{}up+swiglu_quant: {}", prefix, fused::kStage);
+  report.stage = fmt::format("{}: {}", role, stage);
   report.impl = std::string(choice->impl->name);
-  report.tensors =
-      fmt::format("a {}, w {} -> {}", args.up.a.to_string(), args.up.w.to_string(), args.act.a.to_string());
+  report.tensors = std::move(tensors);
   report.declined = std::move(choice->declined);
   if (is_displaced) {
-    for (const Impl<fused::Args>& impl : fused::impls()) {
-      report.declined.push_back(
-          {std::string(impl.name), fmt::format("it would replace other implementations than {} and {}",
-                                               stages.up.impl->name, stages.act.impl->name)});
-    }
+    for (const Impl<Args>& impl : table) report.declined.push_back({std::string(impl.name), displaced});
   }
-  const auto at = s.reports.begin() + static_cast<std::ptrdiff_t>(first_report);
-  if (report.impl == fused::kComposed) {
-    if (s.device().kind != DeviceKind::kCpu) s.reports.insert(at, std::move(report));
-    return Status::ok();
-  }
-  const auto chosen = std::find_if(fused::impls().begin(), fused::impls().end(),
-                                   [&](const Impl<fused::Args>& impl) { return impl.name == report.impl; });
-  stages.up_act.impl = &*chosen;
-  report.configuration = chosen->describe(args, s.options.machine);
-  stages.most_fused_rows = selection.forced.empty() ? fused::most_rows(args) : INT64_MAX;
+  const auto chosen =
+      std::find_if(table.begin(), table.end(), [&](const Impl<Args>& impl) { return impl.name == report.impl; });
+  if (chosen != table.end()) report.configuration = chosen->describe(args, s.options.machine);
+  if (s.device().kind != DeviceKind::kCpu)
+    s.reports.insert(s.reports.begin() + static_cast<std::ptrdiff_t>(at), std::move(report));
+  return chosen == table.end() ? nullptr : &*chosen;
+}
+
+std::string displaced_text(bool is_displaced, std::string_view first, std::string_view second) {
+  return is_displaced ? fmt::format("it would replace other implementations than {} and {}", first, second) : "";
+}
+
+Status resolve_up_act(Layer::State& s, std::string_view prefix, const up_swiglu_quant::Args& args, FfnStages& stages,
+                      std::size_t at) {
+  namespace fused = up_swiglu_quant;
+  const std::string_view up = stages.up.impl->name, act = stages.act.impl->name;
+  const Result<const Impl<fused::Args>*> chosen = resolve_fused(
+      s, fmt::format("{}up+swiglu_quant", prefix), fused::kStage, fused::impls(), args,
+      fmt::format("a {}, w {} -> {}", args.up.a.to_string(), args.up.w.to_string(), args.act.a.to_string()),
+      displaced_text(!fused::replaces(up, act), up, act), at);
+  if (!chosen) return chosen.status();
+  if (*chosen == nullptr) return Status::ok();
+  stages.up_act.impl = *chosen;
+  stages.most_fused_rows = fused::most_rows(args);
+  const auto report = s.reports.begin() + static_cast<std::ptrdiff_t>(at);
   if (args.up.a.shape[0] <= stages.most_fused_rows) {
-    s.reports.erase(at, at + 2);
+    s.reports.erase(report + 1, report + 3);  // up and act are never run
   } else {
-    report.configuration += fmt::format("; for up to {} rows, the two stages beyond", stages.most_fused_rows);
+    report->configuration += fmt::format("; for up to {} rows, the two stages beyond", stages.most_fused_rows);
   }
-  s.reports.insert(s.reports.begin() + static_cast<std::ptrdiff_t>(first_report), std::move(report));
+  return Status::ok();
+}
+
+Status resolve_route_pack(Layer::State& s, const route_pack::Args& args, std::size_t at) {
+  namespace fused = route_pack;
+  const std::string_view route = s.route.impl->name, pack = s.routed.pack.of(DType::kBF16).impl->name;
+  const Result<const Impl<fused::Args>*> chosen =
+      resolve_fused(s, "route+pack", fused::kStage, fused::impls(), args,
+                    fmt::format("{} -> {}", args.pack.x.to_string(), args.pack.rows.to_string()),
+                    displaced_text(!fused::replaces(route, pack), route, pack), at);
+  if (!chosen) return chosen.status();
+  s.route_pack.impl = *chosen;
   return Status::ok();
 }
 
@@ -169,7 +190,7 @@ Status resolve_ffn(Layer::State& s, std::string_view prefix, const FfnWeights& w
                      fmt::format("h {} -> {}{}; {}", act.h.to_string(), act.a.to_string(),
                                  scale_text(act.a, act.scale_format, row_scales), describe(act.activation)),
                      stages.act));
-  SLUICE_TRY(resolve_fused(s, prefix, {up, act}, stages, first_report));
+  SLUICE_TRY(resolve_up_act(s, prefix, {up, act}, stages, first_report));
   return resolve(s, fmt::format("{}down", prefix), "grouped_gemm", grouped_gemm::impls(), down, gemm_text(down),
                  stages.down);
 }
@@ -223,6 +244,7 @@ Status resolve_all(Layer::State& s) {
       resolve(s, "gate.select", "gate.select", gate::select_impls(), select_args(s, b, {}),
               fmt::format("{}; {} -> {}", describe(s.config.gate), b.logits.to_string(), b.topk_idx.view.to_string()),
               s.select));
+  const std::size_t route_report = s.reports.size();
   SLUICE_TRY(resolve(s, "route", "route", route::impls(), route_args(s, b, {}),
                      fmt::format("{} -> {}", b.topk_idx.view.to_string(), b.plan.row_token.to_string()), s.route));
 
@@ -232,6 +254,7 @@ Status resolve_all(Layer::State& s) {
   if (pack.rows_scale.is_present()) pack.rows_scale.shape[1] = tokens * s.config.top_k;
   SLUICE_TRY(
       resolve_ffn(s, "", s.weights.experts, b.routed, RowGroups::contiguous(b.plan.expert_offset), pack, s.routed));
+  SLUICE_TRY(resolve_route_pack(s, {route_args(s, b, {}), pack}, route_report));
   SLUICE_TRY(resolve_brought_rows(s, b, pack));
 
   if (s.has_shared()) {

@@ -10,6 +10,7 @@
 #include "sluice/stage/grouped_gemm.h"
 #include "sluice/stage/pack.h"
 #include "sluice/stage/route.h"
+#include "sluice/stage/route_pack.h"
 #include "sluice/stage/swiglu_quant.h"
 #include "sluice/stage/up_swiglu_quant.h"
 
@@ -24,9 +25,10 @@ StageNames names_of(std::string stage, std::span<const Impl<Args>> table) {
 }
 
 // A fused stage's last resort is the stages it stands for.
-StageNames fused_names() {
-  StageNames names = names_of(std::string(up_swiglu_quant::kStage), up_swiglu_quant::impls());
-  names.impls.emplace_back(up_swiglu_quant::kComposed);
+template <class Args>
+StageNames fused_names(std::string_view stage, std::span<const Impl<Args>> table) {
+  StageNames names = names_of(std::string(stage), table);
+  names.impls.emplace_back(kComposed);
   return names;
 }
 
@@ -85,8 +87,9 @@ std::vector<StageNames> stage_names() {
           names_of("pack", pack::impls()),
           names_of("grouped_gemm", grouped_gemm::impls()),
           names_of("swiglu_quant", swiglu_quant::impls()),
-          fused_names(),
-          names_of("combine", combine::impls())};
+          names_of("combine", combine::impls()),
+          fused_names(route_pack::kStage, route_pack::impls()),
+          fused_names(up_swiglu_quant::kStage, up_swiglu_quant::impls())};
 }
 
 Status disable(std::string_view list, std::map<std::string, Selection>& selection, std::string_view option) {

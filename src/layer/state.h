@@ -9,6 +9,7 @@
 #include "sluice/stage/grouped_gemm.h"
 #include "sluice/stage/pack.h"
 #include "sluice/stage/route.h"
+#include "sluice/stage/route_pack.h"
 #include "sluice/stage/swiglu_quant.h"
 #include "sluice/stage/up_swiglu_quant.h"
 
@@ -118,6 +119,7 @@ struct Layer::State {
   CallerStage<gate::LogitsArgs> logits;  // by the dtype of x
   Stage<gate::SelectArgs> select;
   Stage<route::Args> route;
+  Stage<route_pack::Args> route_pack;  // one kernel for route and pack, in calls of few slots; null impl: none
   FfnStages routed;
   FfnStages shared;
   CallerStage<gate::LogitsArgs> shared_logits;  // by the dtype of x

@@ -82,6 +82,49 @@ TEST_F(LayerFusedCuda, MaskedRowsHaveTheBitsOfTheTwoStages) {
   EXPECT_TRUE(same_bits(outs[0].view(), outs[1].view()));
 }
 
+// Route and pack in one kernel: few slots take it, more do not, in one layer; plan, counters and rows of strange ids too.
+TEST_F(LayerFusedCuda, FewTokensHaveTheBitsOfRouteAndPack) {
+  MoeConfig config = small_config();
+  const RandomLayer m = model_of(variant("w8a8"), config);
+  const auto create = [&](const char* form) {
+    LayerOptions options = gpu_options(Precision::kW8A8, 64);
+    options.selection["route_pack"].forced = form;
+    Result<Layer> layer = make_gpu_layer(m, options);
+    EXPECT_TRUE(layer.is_ok()) << layer.status().message();
+    return std::move(layer).value();
+  };
+  const Layer fused = create("");
+  const Layer composed = create("composed");
+  ASSERT_NE(report_of(fused, "route+pack: route_pack"), nullptr);
+  EXPECT_EQ(report_of(fused, "route+pack: route_pack")->impl, "cuda-fused");
+  EXPECT_EQ(report_of(composed, "route+pack: route_pack")->impl, "composed");
+  for (std::int64_t tokens : {1, 2, 3, 4, 5, 64}) {
+    const Buffer x = random_x(tokens, config.hidden, static_cast<std::uint64_t>(tokens));
+    EXPECT_TRUE(same_bits(run_on_gpu(fused, x.view()).out.view(), run_on_gpu(composed, x.view()).out.view()))
+        << "T = " << tokens;
+    Buffer ids(DType::kI32, {tokens, config.top_k});
+    ids.fill_integers(static_cast<std::uint64_t>(tokens), -2, config.num_experts);
+    Buffer weights(DType::kF32, {tokens, config.top_k});
+    weights.fill_uniform(9, 0.1, 1.0);
+    std::vector<Buffer> outs, counts;
+    for (const Layer* layer : {&fused, &composed}) {
+      outs.emplace_back(DType::kF32, std::vector<std::int64_t>{tokens, config.hidden});
+      counts.emplace_back(DType::kI64, std::vector<std::int64_t>{kNumCounters});
+      counts.back().fill_constant(0);
+      const Twin x_twin(x), id_twin(ids), weight_twin(weights), out(outs.back()), counters(counts.back());
+      const GpuWorkspace workspace(*layer);
+      const Status status = layer->forward_routed(
+          {x_twin.view(), {}, {id_twin.view()}, weight_twin.view(), counters.view()}, out.view(), workspace.ctx());
+      ASSERT_TRUE(status.is_ok()) << status.message();
+      out.fetch();
+      counters.fetch();
+      workspace.expect_guards();
+    }
+    EXPECT_TRUE(same_bits(outs[0].view(), outs[1].view())) << "T = " << tokens;
+    EXPECT_EQ(counts[0].bytes(), counts[1].bytes()) << "T = " << tokens;
+  }
+}
+
 TEST_F(LayerFusedCuda, WhereItIsAlwaysTakenThereIsNoH) {
   MoeConfig config = small_config();
   config.shared_intermediate = 0;

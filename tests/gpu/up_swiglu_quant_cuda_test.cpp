@@ -113,11 +113,11 @@ std::vector<Config> configs(const grouped_gemm::GpuProblem& problem) {
     config.tile.tokens = tokens;
     all.push_back(up_swiglu_quant::with_stages(config, problem));
   }
-  for (int split : {2, 4, 8}) {
+  for (int split : {2, 4}) {
     Config config;
     config.split = split;
     config = up_swiglu_quant::with_stages(config, problem);
-    if (config.tile.stages >= 1) all.push_back(config);
+    if (config.tile.stages > 4) all.push_back(config);
   }
   all.push_back(up_swiglu_quant::choose_config(problem));
   return all;
@@ -247,9 +247,9 @@ TEST_F(UpSwigluQuantCuda, ManyRunsHaveTheSameBits) {
       const Result2 got = device.run([&](const Args& args) {
         const std::size_t bytes = span_bytes(args.act.a);
         std::vector<char> first(bytes), now(bytes);
-        for (int i = 0; i < 300; ++i) {
+        for (int i = 0; i < 200; ++i) {
           EXPECT_TRUE(up_swiglu_quant::run_cuda_config(args, {}, config).is_ok());
-          if (i > 0 && i % 30 != 29) continue;
+          if (i > 0 && i % 40 != 39) continue;
           EXPECT_EQ(cudaMemcpy(now.data(), args.act.a.data, bytes, cudaMemcpyDeviceToHost), cudaSuccess);
           if (i == 0) first = now;
           EXPECT_TRUE(first == now) << config.to_string() << ", run " << i;

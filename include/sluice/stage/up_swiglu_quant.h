@@ -15,7 +15,6 @@
 namespace sluice::up_swiglu_quant {
 
 inline constexpr std::string_view kStage = "up_swiglu_quant";
-inline constexpr std::string_view kComposed = "composed";  // the name of the other way, in reports and selections
 
 struct Args {
   grouped_gemm::Args up;   // two stacked matrices: part_rows is I

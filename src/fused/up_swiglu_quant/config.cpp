@@ -11,19 +11,20 @@ namespace sluice::up_swiglu_quant {
 namespace {
 using grouped_gemm::GpuProblem;
 
-constexpr std::int64_t kMaxStages = 16;
+constexpr std::int64_t kMaxClusterStages = 32;
+constexpr std::int64_t kClusterBatch = 4;            // stages a consumer holds at a time
 constexpr std::int64_t kTileRows = 2 * kScaleBlock;  // weight rows: 128 of gate, 128 of up
-// Rows an expert up to which the fused form is the faster one: from 32 on its epilogue costs more than h's way through
+// Rows an expert up to which the fused form is the faster one: from 64 on its epilogue costs more than h's way through
 // memory (docs/performance.md).
-constexpr std::int64_t kMostRowsPerGroup = 20;
+constexpr std::int64_t kMostRowsPerGroup = 40;
 
 Status decline(std::string text) { return {StatusCode::kUnsupported, std::move(text)}; }
 }  // namespace
 
 std::string Config::to_string() const {
   if (split == 1) return tile.to_string();
-  return fmt::format("tiles of {} tokens x {} weight rows, {} blocks sharing K, {} stages, {} bytes of shared memory",
-                     tile.tokens, tile.weight_rows, split, tile.stages, tile.shared_bytes);
+  return fmt::format("tiles of {} tokens x {} weight rows, {} blocks a tile, {} stages, {} bytes of shared memory",
+                     tile.tokens, tile.weight_rows * split, split, tile.stages, tile.shared_bytes);
 }
 
 Config with_stages(Config config, const GpuProblem& p) {
@@ -33,17 +34,17 @@ Config with_stages(Config config, const GpuProblem& p) {
     config.tile = grouped_gemm::with_stages(config.tile, p);
     return config;
   }
-  config.tile.tokens = kSplitTokens;
+  config.tile.tokens = kClusterTokens;
+  config.tile.weight_rows = kTileRows / config.split;  // of each block
   const std::int64_t k_blocks = ceil_div(p.k, kScaleBlock);
-  // Every block of the cluster gets the sums of all blocks of K for its share of the columns, and all scales.
-  const std::int64_t sums_bytes = k_blocks * kSplitTokens * (kTileRows / config.split) * 4;
-  const std::int64_t scale_bytes = k_blocks * kSplitTokens * 2 * 4;
-  const auto memory = grouped_gemm::TileMemory::of(false, kSplitTokens, kTileRows, false);
-  const std::int64_t fixed_bytes = memory.fixed_bytes(p.num_groups) + sums_bytes + scale_bytes + kSplitTokens * 4;
-  const std::int64_t stage_bytes = memory.stage_bytes();
+  const auto memory =
+      grouped_gemm::TileMemory::of(false, kClusterTokens, static_cast<int>(config.tile.weight_rows), false);
+  const std::int64_t scale_bytes = k_blocks * kClusterTokens * 2 * 4;
+  const std::int64_t fixed_bytes =
+      memory.fixed_bytes(p.num_groups) + scale_bytes + (kClusterUpFloats + kClusterTokens) * 4;
   config.tile.stages =
-      std::min({kMaxStages, ceil_div(k_blocks, config.split), (p.shared_bytes - fixed_bytes) / stage_bytes});
-  config.tile.shared_bytes = fixed_bytes + config.tile.stages * stage_bytes;
+      std::min({kMaxClusterStages, k_blocks + kClusterBatch, (p.shared_bytes - fixed_bytes) / memory.stage_bytes()});
+  config.tile.shared_bytes = fixed_bytes + config.tile.stages * memory.stage_bytes();
   return config;
 }
 
@@ -52,15 +53,14 @@ Config choose_config(const GpuProblem& p) {
   const double mean = static_cast<double>(p.num_rows) / static_cast<double>(groups);
   Config config;
   config.tile.tokens = mean > 64 ? 96 : mean > 20 ? 64 : mean > 10 ? 32 : mean > 2 ? 16 : 8;
-  // Tiles there can be; too few to occupy the device are shared by clusters, as long as that is one wave.
-  const std::int64_t k_blocks = ceil_div(p.k, kScaleBlock);
+  // Tiles there can be; too few to occupy the device are shared by clusters, as long as all run at once.
   const std::int64_t tiles =
-      (p.num_rows + (kSplitTokens - 1) * groups) / kSplitTokens * ceil_div(p.part_rows, kScaleBlock);
-  for (int split : {8, 4, 2}) {
-    if (tiles * split > p.num_sms || k_blocks < 2 * split) continue;
-    config.split = split;
+      (p.num_rows + (kClusterTokens - 1) * groups) / kClusterTokens * ceil_div(p.part_rows, kScaleBlock);
+  // Two blocks a tile gained nothing where they fit (docs/performance.md).
+  if (4 * tiles <= p.num_sms) {
+    config.split = 4;
     const Config shared = with_stages(config, p);
-    if (shared.tile.stages >= 2) return shared;
+    if (shared.tile.stages > kClusterBatch) return shared;
   }
   config.split = 1;
   return with_stages(config, p);

@@ -10,7 +10,7 @@
 namespace sluice::up_swiglu_quant {
 
 // One output tile is 128 columns of gate and of up, of `tile.tokens` rows. split = 1: a persistent block walks through
-// tiles. More: a cluster of that many blocks shares the K of one tile, for so few rows that tiles would leave
+// tiles. More: a cluster of that many blocks shares the columns of one tile, for so few rows that tiles would leave
 // multiprocessors idle.
 struct Config {
   grouped_gemm::GpuTile tile;
@@ -19,7 +19,8 @@ struct Config {
   std::string to_string() const;
 };
 
-inline constexpr std::int64_t kSplitTokens = 8;  // of a tile whose K is shared
+inline constexpr std::int64_t kClusterTokens = 8;      // of a tile that a cluster shares
+inline constexpr std::int64_t kClusterUpFloats = 256;  // sums on their way from warp to warp
 
 Config choose_config(const grouped_gemm::GpuProblem& problem);
 // The same with its ring sized for the problem; fewer than two stages: it does not fit.

@@ -29,7 +29,7 @@ Status run_cuda_config(const Args& args, const Ctx& ctx, const Config& config) {
   p.scale_out = args.act.a_scale.as<float>();
   p.scale_out_block = args.act.a_scale.stride[0];
   p.scale_out_row = args.act.a_scale.stride[1];
-  const Kernel kernel = config.split == 1 ? ring_kernel(config) : split_kernel(config);
+  const Kernel kernel = config.split == 1 ? ring_kernel(config) : cluster_kernel(config);
   if (kernel == nullptr)
     return {StatusCode::kInternal, "up_swiglu_quant: no kernel was compiled for " + config.to_string()};
   const std::int64_t shared_bytes = config.tile.shared_bytes;
@@ -37,13 +37,14 @@ Status run_cuda_config(const Args& args, const Ctx& ctx, const Config& config) {
   if (config.split == 1) {
     SLUICE_TRY(wgmma::num_blocks(args.up, config.tile, p, blocks));
   } else {
-    // A cluster a tile: as many as there can be.
+    // A cluster a tile of 128 columns: as many as there can be.
+    p.column_tiles = p.column_tiles_per_part = static_cast<std::int32_t>(ceil_div(args.act.a.shape[1], kScaleBlock));
     const std::int64_t active = std::min(args.up.w.shape[0], num_rows);
-    const std::int64_t row_tiles = (num_rows + (kSplitTokens - 1) * active) / kSplitTokens;
+    const std::int64_t row_tiles = (num_rows + (kClusterTokens - 1) * active) / kClusterTokens;
     blocks = static_cast<unsigned>(row_tiles * p.column_tiles * config.split);
   }
-  return cuda::launch_after("up_swiglu_quant", kernel, blocks, wgmma::kThreads, static_cast<std::size_t>(shared_bytes),
-                            cuda::stream_of(ctx), p, config.split);
+  return cuda::launch_after("up_swiglu_quant", kernel, blocks, config.split == 1 ? wgmma::kThreads : kClusterThreads,
+                            static_cast<std::size_t>(shared_bytes), cuda::stream_of(ctx), p, config.split);
 }
 
 }  // namespace sluice::up_swiglu_quant

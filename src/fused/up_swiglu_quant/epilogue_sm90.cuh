@@ -34,6 +34,51 @@ __device__ __forceinline__ void raise(float* amax, float magnitude) {
   atomicMax(reinterpret_cast<unsigned*>(amax), __float_as_uint(magnitude));
 }
 
+// Eight tokens from `row` on of this warp's 16 columns, which start `m` after `column`: register i of a thread holds column
+// 8*(i/2) + lane/4 of those and token 2*(lane%4) + i%2, `most` the amax of these two tokens.
+__device__ __forceinline__ void store_eight_tokens(const FusedParams& p, const float (&v)[4], float2 most,
+                                                   std::int32_t row, std::int32_t end, std::int32_t column, int m,
+                                                   bool brings_scales, int lane) {
+  const int g = lane / 4;
+  const int q = lane % 4;
+  const float low_scale = cuda::scale_of<std::uint8_t>(most.x, p.format);
+  const float high_scale = cuda::scale_of<std::uint8_t>(most.y, p.format);
+  if (g == 0 && brings_scales) {
+    float* const to = p.scale_out + column / static_cast<int>(kScaleBlock) * p.scale_out_block;
+    if (row + 2 * q < end) to[(row + 2 * q) * p.scale_out_row] = low_scale;
+    if (row + 2 * q + 1 < end) to[(row + 2 * q + 1) * p.scale_out_row] = high_scale;
+  }
+  const float low_y = __frcp_rn(low_scale), high_y = __frcp_rn(high_scale);
+  // One 16-bit element a token: the bytes of columns g and g + 8.
+  const std::uint32_t pair = cuda::e4m3x2_from_f32(scaled(v[0], low_scale, low_y), scaled(v[2], low_scale, low_y)) |
+                             cuda::e4m3x2_from_f32(scaled(v[1], high_scale, high_y), scaled(v[3], high_scale, high_y))
+                                 << 16;
+  // Now token g, columns 2q, 2q+8, 2q+1, 2q+9; then four neighbours out of two lanes.
+  const std::uint32_t bytes = __byte_perm(sm90::transpose_8x8(pair), 0, 0x3120);
+  const int from = (lane & ~3) + (q & 1) * 2;
+  const std::uint32_t first = __shfl_sync(0xFFFFFFFFu, bytes, from);
+  const std::uint32_t second = __shfl_sync(0xFFFFFFFFu, bytes, from + 1);
+  const std::uint32_t word = __byte_perm(first, second, q < 2 ? 0x5410 : 0x7632);
+  if (row + g >= end) return;
+  std::uint8_t* const to = p.a + (row + g) * p.a_row + column + m + 4 * q;
+  const std::int32_t left = p.part_rows - column - m - 4 * q;  // of the four columns this lane stores
+  if (left >= 4) {
+    *reinterpret_cast<std::uint32_t*>(to) = word;
+    return;
+  }
+#pragma unroll
+  for (int c = 0; c < 3; ++c) {
+    if (c < left) to[c] = static_cast<std::uint8_t>(word >> (8 * c));
+  }
+}
+
+template <int kRegs, int kTurnRegs>
+__device__ __forceinline__ void rotate(float (&values)[kRegs], const float (&done)[kTurnRegs]) {
+#pragma unroll
+  for (int i = 0; i < kRegs; ++i)
+    values[i] = i + kTurnRegs < kRegs ? values[i + kTurnRegs] : done[i + kTurnRegs - kRegs];
+}
+
 struct ActivateAndQuantise {
   using Params = FusedParams;
   static constexpr bool kPaired = true;
@@ -48,11 +93,14 @@ struct ActivateAndQuantise {
   // Of 128 columns from `column` on; this warp's 16 start at `m`. Register i of a thread holds column 8*(i/2%2) + lane/4 of
   // those and token 8*(i/4) + 2*(lane%4) + i%2.
   template <class T>
-  static __device__ __forceinline__ void finish(const Params& p, float (&gate)[T::kRegs], const float (&up)[T::kRegs],
+  static __device__ __forceinline__ void finish(const Params& p, float (&gate)[T::kRegs], float (&up)[T::kRegs],
                                                 std::byte* staging, const grouped_gemm::Tile& tile, std::int32_t column,
                                                 int m, int lane, int turn) {
     constexpr int kTokens = T::kTokens;
-    constexpr int kEights = kTokens / 8;
+    // Sixteen tokens a turn of a loop that is not unrolled: all of them in line are more code than the instruction caches
+    // hold. What is done moves to the back of the registers, so that each turn finds its own in front.
+    constexpr int kTurnTokens = kTokens < 16 ? kTokens : 16;
+    constexpr int kTurnRegs = kTurnTokens / 2;
     const int g = lane / 4;
     const int q = lane % 4;
     const std::int32_t limit = p.part_rows - column;
@@ -69,69 +117,51 @@ struct ActivateAndQuantise {
         up_bias[half] = at < limit ? bias[p.part_rows + at] : 0.0f;
       }
     }
+#pragma unroll 1
+    for (int first = 0; first < kTokens; first += kTurnTokens) {
+      float v[kTurnRegs];
 #pragma unroll
-    for (int i = 0; i < T::kRegs; ++i) {
-      const int half = i / 2 % 2;
-      const float b = p.bias != nullptr ? __fadd_rn(gate[i], gate_bias[half]) : gate[i];
-      const float u = p.bias != nullptr ? __fadd_rn(up[i], up_bias[half]) : up[i];
-      gate[i] = activation_of(p.activation, b, u);
-    }
-#pragma unroll
-    for (int j = 0; j < kEights; ++j) {
-      float most[2];
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        // Columns behind the last are zeros, unless their row holds NaN: never finite, and so never counted.
-        most[i] = fmaxf(finite_magnitude(gate[4 * j + i]), finite_magnitude(gate[4 * j + 2 + i]));
-#pragma unroll
-        for (int d = 4; d < 32; d *= 2) most[i] = fmaxf(most[i], __shfl_xor_sync(0xFFFFFFFFu, most[i], d));
+      for (int i = 0; i < kTurnRegs; ++i) {
+        const int half = i / 2 % 2;
+        const float b = p.bias != nullptr ? __fadd_rn(gate[i], gate_bias[half]) : gate[i];
+        const float u = p.bias != nullptr ? __fadd_rn(up[i], up_bias[half]) : up[i];
+        v[i] = activation_of(p.activation, b, u);
       }
-      if (g == 0) {
-        raise(amax + 8 * j + 2 * q, most[0]);
-        raise(amax + 8 * j + 2 * q + 1, most[1]);
+#pragma unroll
+      for (int j = 0; j < kTurnTokens / 8; ++j) {
+        float most[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          // Columns behind the last are zeros, unless their row holds NaN: never finite, and so never counted.
+          most[i] = fmaxf(finite_magnitude(v[4 * j + i]), finite_magnitude(v[4 * j + 2 + i]));
+#pragma unroll
+          for (int d = 4; d < 32; d *= 2) most[i] = fmaxf(most[i], __shfl_xor_sync(0xFFFFFFFFu, most[i], d));
+        }
+        if (g == 0) {
+          raise(amax + first + 8 * j + 2 * q, most[0]);
+          raise(amax + first + 8 * j + 2 * q + 1, most[1]);
+        }
       }
+      rotate<T::kRegs>(gate, v);
+      rotate<T::kRegs>(up, v);
     }
     sm90::named_barrier<1>(grouped_gemm::wgmma::kConsumers * sm90::kWarpgroupThreads);
     for (int i = m / 16 * 32 + lane; i < kTokens; i += grouped_gemm::wgmma::kConsumers * sm90::kWarpgroupThreads)
       cleared[i] = 0.0f;
 
-    std::uint8_t* const out = p.a + column + m + 4 * q;
-    float* const scale_out = p.scale_out + column / static_cast<int>(kScaleBlock) * p.scale_out_block;
-    const std::int32_t left = limit - m - 4 * q;  // of the four columns this lane stores
+#pragma unroll 1
+    for (int first = 0; first < kTokens && tile.row + first < tile.end; first += kTurnTokens) {
+      float v[kTurnRegs];
 #pragma unroll
-    for (int j = 0; j < kEights; ++j) {
-      const int token = tile.row + 8 * j;
-      if (token >= tile.end) break;
-      const float2 most = *reinterpret_cast<const float2*>(amax + 8 * j + 2 * q);
-      const float low_scale = cuda::scale_of<std::uint8_t>(most.x, p.format);
-      const float high_scale = cuda::scale_of<std::uint8_t>(most.y, p.format);
-      if (g == 0 && m / 16 == j % 8) {
-        if (token + 2 * q < tile.end) scale_out[(token + 2 * q) * p.scale_out_row] = low_scale;
-        if (token + 2 * q + 1 < tile.end) scale_out[(token + 2 * q + 1) * p.scale_out_row] = high_scale;
-      }
-      const float low_y = __frcp_rn(low_scale), high_y = __frcp_rn(high_scale);
-      // One 16-bit element a token: the bytes of columns g and g + 8.
-      const std::uint32_t pair =
-          cuda::e4m3x2_from_f32(scaled(gate[4 * j], low_scale, low_y), scaled(gate[4 * j + 2], low_scale, low_y)) |
-          cuda::e4m3x2_from_f32(scaled(gate[4 * j + 1], high_scale, high_y),
-                                scaled(gate[4 * j + 3], high_scale, high_y))
-              << 16;
-      // Now token g, columns 2q, 2q+8, 2q+1, 2q+9; then four neighbours out of two lanes.
-      const std::uint32_t bytes = __byte_perm(sm90::transpose_8x8(pair), 0, 0x3120);
-      const int from = (lane & ~3) + (q & 1) * 2;
-      const std::uint32_t first = __shfl_sync(0xFFFFFFFFu, bytes, from);
-      const std::uint32_t second = __shfl_sync(0xFFFFFFFFu, bytes, from + 1);
-      const std::uint32_t word = __byte_perm(first, second, q < 2 ? 0x5410 : 0x7632);
-      if (token + g >= tile.end) continue;
-      std::uint8_t* const to = out + (token + g) * p.a_row;
-      if (left >= 4) {
-        *reinterpret_cast<std::uint32_t*>(to) = word;
-      } else {
+      for (int i = 0; i < kTurnRegs; ++i) v[i] = gate[i];
 #pragma unroll
-        for (int c = 0; c < 3; ++c) {
-          if (c < left) to[c] = static_cast<std::uint8_t>(word >> (8 * c));
-        }
+      for (int j = 0; j < kTurnTokens / 8; ++j) {
+        const float2 most = *reinterpret_cast<const float2*>(amax + first + 8 * j + 2 * q);
+        const float eight[4] = {v[4 * j], v[4 * j + 1], v[4 * j + 2], v[4 * j + 3]};
+        store_eight_tokens(p, eight, most, tile.row + first + 8 * j, tile.end, column, m, m / 16 == (first / 8 + j) % 8,
+                           lane);
       }
+      rotate<T::kRegs>(gate, v);
     }
   }
 };

@@ -18,6 +18,7 @@ struct FusedParams : grouped_gemm::wgmma::Params {
 using Kernel = void (*)(FusedParams);
 // The kernel of a layout, or null where it was not compiled.
 Kernel ring_kernel(const Config& config);
-Kernel split_kernel(const Config& config);
+constexpr int kClusterThreads = 256;  // of the kernel whose blocks share a tile
+Kernel cluster_kernel(const Config& config);
 
 }  // namespace sluice::up_swiglu_quant
