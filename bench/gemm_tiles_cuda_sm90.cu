@@ -247,7 +247,7 @@ int main(int argc, char** argv) {
     std::string best_name;
     bool have_first = false;
     std::vector<GpuTile> tiles;
-    for (std::int64_t tokens : {8, 16, 32, 64, 96, 128}) {
+    for (std::int64_t tokens : {8, 16, 32, 64, 96}) {
       for (std::int64_t weight_rows : {128, 256}) tiles.push_back({false, tokens, weight_rows});
     }
     tiles.push_back({true, 128, 256});

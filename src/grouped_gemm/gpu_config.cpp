@@ -49,7 +49,7 @@ GpuTile choose_tile(const GpuProblem& p) {
     tile.weight_rows = 256;
     return with_stages(tile, p);
   }
-  tile.tokens = mean > 512 ? 128 : mean > 48 ? 96 : mean > 20 ? 64 : mean > 6 ? 32 : 16;
+  tile.tokens = mean > 48 ? 96 : mean > 20 ? 64 : mean > 6 ? 32 : 16;
   // Two chunks keep the tensor cores busier, but halve the number of tiles: not where they would leave SMs idle.
   const std::int64_t wide_tiles = groups * (p.n / p.part_rows) * ceil_div(p.part_rows, 2 * kScaleBlock);
   tile.weight_rows = 10 * wide_tiles >= 9 * p.num_sms ? 256 : 128;

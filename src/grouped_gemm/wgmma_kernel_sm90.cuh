@@ -4,7 +4,7 @@
 //                    1 to 3 put a_scale * w_scale of every row beside them, so that consumers multiply once
 //   warpgroups 1, 2  64 rows of the wgmma M side each; partial sums of 128 k are promoted into fp32 accumulators
 //
-// Two orientations. Weights on M: the tokens are the N side, 8 to 128 of them, so that a few rows an expert fill no empty
+// Two orientations. Weights on M: the tokens are the N side, 8 to 96 of them, so that a few rows an expert fill no empty
 // tile. Tokens on M: 128 tokens by 128 or 256 weight rows, for many rows an expert: a thread then needs the scales of two
 // tokens instead of N/4 of them. Rows of an operand that belong to the next expert are computed and never stored.
 //

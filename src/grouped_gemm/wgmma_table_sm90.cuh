@@ -21,7 +21,6 @@ Kernel kernel_of(const GpuTile& tile) {
     case 32: return weights_on_m<Operand, kScaling, 32>(tile);
     case 64: return weights_on_m<Operand, kScaling, 64>(tile);
     case 96: return weights_on_m<Operand, kScaling, 96>(tile);
-    case 128: return weights_on_m<Operand, kScaling, 128>(tile);
     default: return nullptr;
   }
 }

@@ -90,7 +90,7 @@ class OnDevice {
 
 std::vector<GpuTile> tiles() {
   std::vector<GpuTile> all;
-  for (std::int64_t tokens : {8, 16, 32, 64, 96, 128}) {
+  for (std::int64_t tokens : {8, 16, 32, 64, 96}) {
     for (std::int64_t weight_rows : {128, 256}) all.push_back({false, tokens, weight_rows});
   }
   all.push_back({true, 128, 256});
