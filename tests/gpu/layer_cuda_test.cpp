@@ -48,8 +48,7 @@ TEST_P(GpuVariants, ForwardIsTheCpuLayer) {
   }
 }
 
-// Sums that are exact in any order: bitwise, whatever the tensor cores' order is.
-// Sums that are exact in fp32 are so in the GEMMs too, but for e4m3 on tensor cores, which keep 13 bits of an instruction's
+// Sums that are exact in fp32 in any order: bitwise, but for e4m3 on tensor cores, which keep 13 bits of an instruction's
 // largest product.
 TEST_P(GpuVariants, ExactValuesEqualTheReferenceBitwise) {
   MoeConfig config = small_config();
@@ -58,14 +57,13 @@ TEST_P(GpuVariants, ExactValuesEqualTheReferenceBitwise) {
   Buffer x(DType::kBF16, {33, config.hidden});
   x.fill_integers(3, -4, 4);
   for_each_gemm(m, gpu_options(precision(), 33), [&](const Layer& layer, const GpuGemm& gemm) {
+    // Nor does a bound say anything there: integers lie on ties of e4m3, and a sum a hair off rounds whole rows the other
+    // way. ForwardIsTheCpuLayer has values without ties.
+    if (!gemm.is_exact && path_of(GetParam()).rows == DType::kE4M3) return;
     const Outcome got = run_on_gpu(layer, x.view());
     const Buffer want =
         routed_on_cpu(m, precision(), x.view(), got.topk_idx.view(), got.topk_weight.view(), DType::kF32, true);
-    if (!gemm.is_exact && path_of(GetParam()).rows == DType::kE4M3) {
-      EXPECT_LE(worst_row(got.out.view(), want.view()), tensor_core_bound(precision()));
-    } else {
-      EXPECT_TRUE(same_bits(got.out.view(), want.view()));
-    }
+    EXPECT_TRUE(same_bits(got.out.view(), want.view()));
   });
 }
 
