@@ -178,6 +178,13 @@ class Case {
     error_ = choice.status().message();
     return nullptr;
   }
+  // In place of the two for few tokens.
+  static const Impl<gate::BothArgs>* pick_both(const gate::BothArgs& args) {
+    for (const auto& impl : gate::both_impls()) {
+      if (impl.can_run(args, machine()).is_ok()) return &impl;
+    }
+    return nullptr;
+  }
   template <class Args>
   bool call(const Impl<Args>* impl, const Args& args, cudaStream_t stream) {
     if (impl == nullptr) return false;
@@ -214,6 +221,15 @@ class Case {
           return call(logits, in.logits_args, s) && call(select, in.select_args, s);
         },
         [&] { return select_is_right(model_, first, num_tokens_) ? 0.0 : 1e9; });
+    const gate::BothArgs first_both = {first.logits_args, first.select_args};
+    if (const auto* both = pick_both(first_both); both != nullptr) {
+      time(
+          "logits and select", both->name,
+          [&](cudaStream_t s, const Input& in) {
+            return call(both, gate::BothArgs{in.logits_args, in.select_args}, s);
+          },
+          [&] { return select_is_right(model_, first, num_tokens_) ? logits_error(model_, first, num_tokens_) : 1e9; });
+    }
     time(
         "logits+select+route", name,
         [&](cudaStream_t s, const Input& in) {

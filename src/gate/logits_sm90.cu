@@ -286,7 +286,9 @@ Status logits_wgmma(const LogitsArgs& args, const Ctx& ctx) {
                            choose_logits_tile(args.x.shape[0], args.x.shape[1], args.w_gate.shape[0], facts.num_sms));
 }
 
-Status logits_wgmma_tile(const LogitsArgs& args, const Ctx& ctx, const LogitsTile& tile) {
+namespace {
+// sums null: the chunks are added here.
+Status run_tile(const LogitsArgs& args, const Ctx& ctx, const LogitsTile& tile, ChunkSums* sums) {
   const device::Current current(args.logits.device);
   SLUICE_TRY(current.status().with_context("gate.logits"));
   const std::int64_t num_tokens = args.x.shape[0];
@@ -324,10 +326,27 @@ Status logits_wgmma_tile(const LogitsArgs& args, const Ctx& ctx, const LogitsTil
   SLUICE_TRY(cuda::launch_after("gate_router_gemm", kernel->function, grid, static_cast<unsigned>(kernel->num_threads),
                                 static_cast<std::size_t>(kernel->shared_bytes), cuda::stream_of(ctx), p));
   if (tile.split == 1) return Status::ok();
+  if (sums != nullptr) {
+    *sums = {p.partial, num_tokens * p.partial_pitch, p.partial_pitch, p.num_chunks, p.bias};
+    return Status::ok();
+  }
   const std::int64_t fours = num_tokens * p.partial_pitch / 4;
   return cuda::launch_after("gate_add_chunks", wgmma::add_chunks,
                             static_cast<unsigned>(ceil_div(fours, wgmma::kAddThreads)), wgmma::kAddThreads, 0,
                             cuda::stream_of(ctx), p);
+}
+
+}  // namespace
+
+Status logits_wgmma_tile(const LogitsArgs& args, const Ctx& ctx, const LogitsTile& tile) {
+  return run_tile(args, ctx, tile, nullptr);
+}
+
+Status logits_wgmma_sums(const LogitsArgs& args, const Ctx& ctx, ChunkSums& sums) {
+  cuda::DeviceFacts facts;
+  SLUICE_TRY(cuda::facts_of(args.logits.device.index, facts).with_context("gate.logits"));
+  return run_tile(args, ctx, choose_logits_tile(args.x.shape[0], args.x.shape[1], args.w_gate.shape[0], facts.num_sms),
+                  &sums);
 }
 
 }  // namespace sluice::gate

@@ -31,6 +31,17 @@ Status check(const SelectArgs& args, Phase phase) {
   return validate(args.gate, args.logits.shape[1], args.topk_idx.view.shape[1]).with_context("gate.select");
 }
 
+Status check(const BothArgs& args, Phase phase) {
+  SLUICE_TRY(check(args.logits, phase));
+  SLUICE_TRY(check(args.select, phase));
+  const TensorView& out = args.logits.logits;
+  const TensorView& in = args.select.logits;
+  if (out.data == in.data && out.shape == in.shape && out.stride == in.stride) return Status::ok();
+  return {StatusCode::kInvalidArgument,
+          fmt::format("gate: the selection reads {}, the router GEMM writes {}; both are one tensor", in.to_string(),
+                      out.to_string())};
+}
+
 namespace {
 
 constexpr Impl<LogitsArgs> kLogitsImpls[] = {
@@ -54,6 +65,14 @@ constexpr Impl<SelectArgs> kSelectImpls[] = {
     {.name = "cpu", .can_run = always<SelectArgs>, .run = select_cpu},
     {.name = "reference", .can_run = always<SelectArgs>, .run = select_reference},
 };
+
+#ifdef SLUICE_WITH_CUDA
+constexpr Impl<BothArgs> kBothImpls[] = {{.name = "cuda-wgmma",
+                                          .device = DeviceKind::kCuda,
+                                          .can_run = can_run_both_wgmma,
+                                          .scratch_bytes = scratch_bytes_both_wgmma,
+                                          .run = both_wgmma}};
+#endif
 
 }  // namespace
 
@@ -94,7 +113,34 @@ std::int64_t scratch_bytes_logits_wgmma(const LogitsArgs& args, const Machine&) 
 std::string describe_logits_wgmma(const LogitsArgs& args, const Machine& machine) {
   return choose_logits_tile(args.x.shape[0], args.x.shape[1], args.w_gate.shape[0], machine.gpu.num_sms).to_string();
 }
+
+Status can_run_both_wgmma(const BothArgs& args, const Machine& machine) {
+  const std::int64_t num_tokens = args.logits.x.shape[0];
+  if (num_tokens > kMostTokensOfBoth) {
+    return {StatusCode::kUnsupported,
+            fmt::format("gate: T = {}, the two stages are as fast from {} on", num_tokens, kMostTokensOfBoth + 1)};
+  }
+  return can_run_logits_wgmma(args.logits, machine);
+}
+
+std::int64_t scratch_bytes_both_wgmma(const BothArgs& args, const Machine& machine) {
+  return scratch_bytes_logits_wgmma(args.logits, machine);
+}
+
+Status both_wgmma(const BothArgs& args, const Ctx& ctx) {
+  ChunkSums sums;
+  SLUICE_TRY(logits_wgmma_sums(args.logits, ctx, sums));
+  return select_sums_cuda(args.select, sums, ctx);
+}
+
+std::span<const Impl<BothArgs>> both_impls() { return kBothImpls; }
+#else
+std::span<const Impl<BothArgs>> both_impls() { return {}; }
 #endif
+
+bool both_replaces(std::string_view logits, std::string_view select) {
+  return logits == "cuda-wgmma" && select == "cuda";
+}
 
 std::span<const Impl<LogitsArgs>> logits_impls() { return kLogitsImpls; }
 std::span<const Impl<SelectArgs>> select_impls() { return kSelectImpls; }

@@ -117,6 +117,17 @@ bool takes_route_pack(const Layer::State& s, const Buffers& b, const TensorView&
          !is_quantised(x.dtype);
 }
 
+// The gate, in one run of kernels where there is one that takes these tokens.
+Status gate_tokens(const Layer::State& s, const Call& call, const TensorView& x, const TensorView& counters) {
+  const gate::BothArgs both = {logits_args(s, call.b, x), select_args(s, call.b, counters)};
+  if (s.logits_and_select.impl != nullptr && x.dtype == DType::kBF16 && x.shape[0] <= gate::kMostTokensOfBoth &&
+      accepts(s, s.logits_and_select, both).is_ok()) {
+    return s.logits_and_select(both, call.ctx);
+  }
+  SLUICE_TRY(s.logits(x.dtype, both.logits, call.ctx));  // x [T,H] -> logits [T,E]
+  return s.select(both.select, call.ctx);                // logits  -> topk_idx, topk_weight [T,S]
+}
+
 // From routing to output: what both token entry points share.
 Status run_routed(const Layer::State& s, Call& call, const TensorView& x, const TensorView& x_scale,
                   const TensorView& counters, const TensorView& out) {
@@ -152,8 +163,7 @@ Status Layer::forward(const TensorView& x, const TensorView& out, const Routing&
   SLUICE_TRY(current.status());
   if (routing.topk_idx.view.is_present()) call.b.topk_idx = routing.topk_idx;
   if (routing.topk_weight.is_present()) call.b.topk_weight = routing.topk_weight;
-  SLUICE_TRY(s.logits(x.dtype, logits_args(s, call.b, x), call.ctx));        // x [T,H] -> logits [T,E]
-  SLUICE_TRY(s.select(select_args(s, call.b, routing.counters), call.ctx));  // logits  -> topk_idx, topk_weight [T,S]
+  SLUICE_TRY(gate_tokens(s, call, x, routing.counters));  // x [T,H] -> logits [T,E] -> topk_idx, topk_weight [T,S]
   return run_routed(s, call, x, {}, routing.counters, out);
 }
 

@@ -229,6 +229,26 @@ Status resolve_brought_rows(Layer::State& s, const Buffers& b, pack::Args tokens
   return Status::ok();
 }
 
+// One run of kernels for few tokens, where the two stages resolved to those whose bits it has: whoever forces or disables
+// one of them gets what was asked for.
+void resolve_logits_and_select(Layer::State& s, gate::BothArgs args) {
+  if (!gate::both_replaces(s.logits.of(DType::kBF16).impl->name, s.select.impl->name)) return;
+  const std::int64_t most = std::min(s.options.max_tokens, gate::kMostTokensOfBoth);
+  for (TensorView* view : {&args.logits.x, &args.logits.logits, &args.select.logits, &args.select.topk_idx.view,
+                           &args.select.topk_weight}) {
+    view->shape[0] = most;
+  }
+  for (const Impl<gate::BothArgs>& impl : gate::both_impls()) {
+    if (!impl.can_run(args, s.options.machine).is_ok()) continue;
+    s.logits_and_select.impl = &impl;
+    s.scratch_bytes = std::max(s.scratch_bytes, impl.scratch_bytes(args, s.options.machine));
+    StageReport& select = s.reports.back();
+    select.configuration += fmt::format("{}up to T = {} it adds up the sums of the router GEMM itself",
+                                        select.configuration.empty() ? "" : "; ", most);
+    return;
+  }
+}
+
 Status resolve_all(Layer::State& s) {
   const std::int64_t tokens = s.options.max_tokens;
   Arena plan(nullptr, s.options.machine.device);
@@ -244,6 +264,7 @@ Status resolve_all(Layer::State& s) {
       resolve(s, "gate.select", "gate.select", gate::select_impls(), select_args(s, b, {}),
               fmt::format("{}; {} -> {}", describe(s.config.gate), b.logits.to_string(), b.topk_idx.view.to_string()),
               s.select));
+  resolve_logits_and_select(s, {logits, select_args(s, b, {})});
   const std::size_t route_report = s.reports.size();
   SLUICE_TRY(resolve(s, "route", "route", route::impls(), route_args(s, b, {}),
                      fmt::format("{} -> {}", b.topk_idx.view.to_string(), b.plan.row_token.to_string()), s.route));

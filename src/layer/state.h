@@ -118,6 +118,7 @@ struct Layer::State {
 
   CallerStage<gate::LogitsArgs> logits;  // by the dtype of x
   Stage<gate::SelectArgs> select;
+  Stage<gate::BothArgs> logits_and_select;  // in place of the two for few tokens in bf16; may have none
   Stage<route::Args> route;
   Stage<route_pack::Args> route_pack;  // one kernel for route and pack, in calls of few slots; null impl: none
   FfnStages routed;

@@ -188,5 +188,24 @@ TEST(GateCheck, Logits) {
   EXPECT_TRUE(gate::check(args).is_ok());
 }
 
+TEST(GateCheck, BothStagesShareOneTensor) {
+  SelectTensors t;
+  const Buffer x(DType::kBF16, {3, 16}), w(DType::kBF16, {8, 16});
+  gate::BothArgs args{{x.view(), w.view(), {}, t.logits.view()}, t.args()};
+  ASSERT_TRUE(gate::check(args).is_ok()) << gate::check(args).message();
+  const Buffer other(DType::kF32, {3, 8});
+  args.select.logits = other.view();
+  EXPECT_TRUE(refused(gate::check(args), {"gate:", "the router GEMM writes", "one tensor"}));
+  args.select = t.args();
+  args.select.topk_weight = {};
+  EXPECT_TRUE(refused(gate::check(args), {"gate.select", "topk_weight"}));
+  args.select = t.args();
+  args.logits.x = {};
+  EXPECT_TRUE(refused(gate::check(args), {"gate.logits", "x[T,H]"}));
+  EXPECT_TRUE(gate::both_replaces("cuda-wgmma", "cuda"));
+  EXPECT_FALSE(gate::both_replaces("cuda", "cuda"));
+  EXPECT_FALSE(gate::both_replaces("cuda-wgmma", "cpu"));
+}
+
 }  // namespace
 }  // namespace sluice::test

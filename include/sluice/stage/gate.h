@@ -48,4 +48,17 @@ struct SelectArgs {
 Status check(const SelectArgs& args, Phase phase = Phase::kRun);
 std::span<const Impl<SelectArgs>> select_impls();
 
+// Both, one after the other, of few tokens: a row here has one kernel less than the two rows of its tables that it replaces,
+// and their bits, logits included. No reference: the two stages are it. The table may be empty.
+struct BothArgs {
+  LogitsArgs logits;
+  SelectArgs select;  // of the same logits
+};
+Status check(const BothArgs& args, Phase phase = Phase::kRun);
+std::span<const Impl<BothArgs>> both_impls();
+// Beyond this the two stages are as fast.
+inline constexpr std::int64_t kMostTokensOfBoth = 128;
+// Whether the rows of both_impls() have the bits of these two implementations.
+bool both_replaces(std::string_view logits, std::string_view select);
+
 }  // namespace sluice::gate
