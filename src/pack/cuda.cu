@@ -8,8 +8,8 @@
 #include "cuda/columns.cuh"
 #include "cuda/dependent_launch.cuh"
 #include "cuda/row_amax.cuh"
-#include "cuda/row_groups.cuh"
 #include "pack/impls.h"
+#include "pack/source.cuh"
 
 namespace sluice::pack {
 
@@ -19,85 +19,11 @@ namespace sluice::pack {
 
 namespace {
 
-using namespace sluice::cuda;  // NOLINT: the device helpers, in this file alone
-
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 constexpr int kWarpColumns = 32 * kUnitColumns;
 // Where fewer rows are packed the second kernel costs more than it saves.
 constexpr std::int64_t kMinRowsForScratch = 8192;
-
-struct Params {
-  const void* x;  // [T,H]
-  std::int64_t x_stride;
-  const float* x_scale;  // [Hb or 1,T]
-  std::int64_t x_scale_block, x_scale_token;
-  const std::int32_t* slot_row;  // [T,S]; null: one source per row
-  std::int64_t slot_row_stride;
-  const std::int32_t* row_token;  // [R]; null: the row is its token
-  const std::int32_t* row_slot;   // [R]
-  const std::int32_t* num_rows;   // [1]; null: all
-  DeviceRowGroups groups;
-  const float* weight;  // [T,S]; null: unweighted
-  std::int64_t weight_stride;
-  void* rows;  // [R,H]
-  std::int64_t rows_stride;
-  float* rows_scale;  // [Hb or 1,R]
-  std::int64_t rows_scale_block, rows_scale_row;
-  float* token_scale;                                      // [T,Hb] scratch; null: straight to rows_scale
-  std::int64_t num_tokens, capacity;                       // T, R
-  std::int64_t num_sources, warps_per_source, num_scales;  // num_scales: Hb or 1
-  std::int32_t num_slots;                                  // S
-  std::int64_t hidden;                                     // H
-  ScaleFormat scale_format;
-  bool wide_x, wide_rows;
-};
-
-// A token and the rows that want it: lane s of a warp holds row s, -1 for none.
-struct Source {
-  std::int64_t token;
-  float weight;
-  std::int32_t row;
-  int num_slots;
-};
-
-// Source i for this warp; false when nothing wants it.
-__device__ __forceinline__ bool find_source(const Params& p, std::int64_t i, Source& source) {
-  const int lane = static_cast<int>(threadIdx.x % 32);
-  source.weight = 1.0f;
-  source.row = -1;
-  if (p.slot_row != nullptr) {
-    source.token = i;
-    source.num_slots = p.num_slots;
-    if (lane < p.num_slots) source.row = __ldg(p.slot_row + i * p.slot_row_stride + lane);
-    if (source.row >= p.capacity) source.row = -1;
-    return true;  // not asked here: x is on its way while the rows are
-  }
-  if ((p.num_rows != nullptr && i >= *p.num_rows) || !p.groups.owns(i)) return false;
-  source.num_slots = 1;
-  source.token = p.row_token == nullptr ? i : p.row_token[i];
-  if (source.token < 0 || source.token >= p.num_tokens) return false;
-  if (lane == 0) source.row = static_cast<std::int32_t>(i);
-  if (p.weight != nullptr) {
-    const std::int32_t slot = p.row_slot[i];
-    source.weight = p.weight[slot / p.num_slots * p.weight_stride + slot % p.num_slots];
-  }
-  return true;
-}
-
-// v = x[token, column ...] (* weight); returns how many columns there are.
-template <class X>
-__device__ __forceinline__ int load_token(const Params& p, const Source& source, std::int64_t column,
-                                          float (&v)[kUnitColumns]) {
-  const X* const x = static_cast<const X*>(p.x) + source.token * p.x_stride;
-  const int count = columns_left(p.hidden, column, kUnitColumns);
-  load_unit(count > 0 ? x + column : x, count, p.wide_x && count == kUnitColumns, v);
-  if (p.weight != nullptr) {
-#pragma unroll
-    for (int i = 0; i < kUnitColumns; ++i) v[i] = canonical(__fmul_rn(v[i], source.weight));
-  }
-  return count;
-}
 
 // A warp packs 512 columns of a source. X: float or std::uint16_t (bf16); Q: float, std::uint16_t (bf16) or std::uint8_t
 // (e4m3 with a scale for 128 columns).
@@ -253,13 +179,20 @@ bool scales_take_scratch(const Args& args) {
          !has_row_scale(args) && args.rows.shape[0] >= kMinRowsForScratch;
 }
 
+bool takes_copies(const Args& args, int capability_major) {
+  return capability_major == 9 && by_token(args) && args.x.dtype == DType::kBF16 && allows_wide(args.rows) &&
+         copies_serve(args.rows.shape[1]);
+}
+
 }  // namespace
 
 std::int64_t scratch_bytes_cuda(const Args& args, const Machine&) {
   return scales_take_scratch(args) ? args.x.shape[0] * args.rows_scale.shape[0] * std::int64_t{sizeof(float)} : 0;
 }
 
-std::string describe_cuda(const Args& args, const Machine&) {
+std::string describe_cuda(const Args& args, const Machine& machine) {
+  if (!is_moved(args) && has_row_scale(args) && takes_copies(args, machine.gpu.capability.major))
+    return "each token once, copied to all its rows by the copy engine";
   const std::string how = by_token(args) ? "each token once, to all its rows" : "row by row";
   return scales_take_scratch(args) ? how + ", scales by way of scratch" : how;
 }
@@ -315,6 +248,9 @@ Status run_cuda(const Args& args, const Ctx& ctx) {
   const Kernel kernel = is_moved(args)                 ? mover_for(args.x.dtype)
                         : args.x.dtype == DType::kBF16 ? kernel_for<std::uint16_t>(args.rows.dtype, row_scale)
                                                        : kernel_for<float>(args.rows.dtype, row_scale);
+  DeviceFacts facts;
+  SLUICE_TRY(facts_of(args.x.device.index, facts).with_context("pack"));
+  if (row_scale && takes_copies(args, facts.capability_major)) return launch_copies(p, args.rows.dtype, stream_of(ctx));
   if (row_scale) {
     return launch_after("pack", kernel, static_cast<unsigned>(p.num_sources), row_threads(p.hidden), 0, stream_of(ctx),
                         p);
