@@ -156,6 +156,13 @@ __device__ __forceinline__ float load_shared(std::uint32_t address) {
   return v;
 }
 
+// Global memory to shared, both on 16-byte boundaries, by the copy engine.
+__device__ __forceinline__ void bulk_load(void* to, const void* from, std::uint32_t bytes, std::uint64_t* barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   shared_address(to)),
+               "l"(from), "r"(bytes), "r"(shared_address(barrier))
+               : "memory");
+}
 // Shared memory to global, both on 16-byte boundaries, by the copy engine: the caller goes on. What ordinary stores wrote
 // must be fenced first by the thread that wrote it.
 __device__ __forceinline__ void async_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

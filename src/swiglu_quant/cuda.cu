@@ -1,17 +1,14 @@
 // Stage 6 on a GPU: a thread takes sixteen columns of both halves of a row, eight threads share a scale of 128 columns, a
-// warp takes such a block of four neighbouring rows, whose scales share a sector. Bytes moved: h once, a once.
-//
-// The specified sigmoid is some thirty operations, more than there is time for while memory delivers an element. But a
-// bf16 gate has few values: those of magnitude [2^-20, 2^7) fill a table in shared memory, made by the same operations
-// when a thread block starts, and the rest is computed where it occurs.
+// warp takes such a block of four neighbouring rows, whose scales share a sector. Bytes moved: h once, a once. Many rows
+// on Hopper: stream_sm90.cu.
 #include <algorithm>
 
-#include "cuda/activation.cuh"
-#include "cuda/columns.cuh"
 #include "cuda/launch.h"
 #include "cuda/row_amax.cuh"
 #include "cuda/row_groups.cuh"
+#include "swiglu_quant/gate_table.cuh"
 #include "swiglu_quant/impls.h"
+#include "swiglu_quant/stream.h"
 
 namespace sluice::swiglu_quant {
 
@@ -29,11 +26,6 @@ constexpr int kTableBlocksPerSm = 2;
 constexpr int kWarpRows = 4;
 // Making a table takes a thread block some 2 us; it saves that from about a million elements on every 132 blocks.
 constexpr std::int64_t kMinElemsForTable = std::int64_t{1} << 23;
-
-// The upper half of an f32 is a bf16: magnitudes [2^-20, 2^7) are these bit patterns. Negative gates lie 4096 further.
-constexpr int kTableBegin = (127 - 20) << 7;
-constexpr int kTableCount = 27 << 7;
-constexpr int kTableNegative = 4096;
 
 struct Params {
   const void* h;  // [R,2I]
@@ -73,11 +65,7 @@ __device__ __forceinline__ int activate_unit(const Params& p, std::int64_t row, 
   return count;
 }
 
-// Sixteen columns of both halves, as they come from memory.
-struct RawUnit {
-  uint4 g[2], u[2];
-};
-
+// Columns [column, column + 16) of both halves.
 __device__ __forceinline__ void load_raw(const Params& p, std::int64_t row, std::int64_t column, bool present,
                                          RawUnit& raw) {
   raw = {};
@@ -87,59 +75,6 @@ __device__ __forceinline__ void load_raw(const Params& p, std::int64_t row, std:
   for (int i = 0; i < 2; ++i) {
     raw.g[i] = __ldg(reinterpret_cast<const uint4*>(h) + i);
     raw.u[i] = __ldg(reinterpret_cast<const uint4*>(h + p.width) + i);
-  }
-}
-
-// Fills the table of gate factors; the whole block calls.
-__device__ __forceinline__ void make_table(const Params& p, float* table) {
-  for (int i = static_cast<int>(threadIdx.x); i < kTableNegative + kTableCount; i += static_cast<int>(blockDim.x)) {
-    const int magnitude = i % kTableNegative;
-    if (magnitude >= kTableCount) continue;
-    const std::uint32_t bits = static_cast<std::uint32_t>(kTableBegin + magnitude) << 16;
-    table[i] = gate_factor(p.activation, __uint_as_float(i < kTableNegative ? bits : bits | 0x80000000u));
-  }
-  __syncthreads();
-}
-
-__device__ __forceinline__ void activate_raw(const Params& p, const float* table, const RawUnit& raw,
-                                             float (&v)[kUnitColumns]) {
-  constexpr std::uint32_t kBegin = static_cast<std::uint32_t>(kTableBegin) * 0x10001u;
-  const std::uint32_t g[8] = {raw.g[0].x, raw.g[0].y, raw.g[0].z, raw.g[0].w,
-                              raw.g[1].x, raw.g[1].y, raw.g[1].z, raw.g[1].w};
-  const std::uint32_t u[8] = {raw.u[0].x, raw.u[0].y, raw.u[0].z, raw.u[0].w,
-                              raw.u[1].x, raw.u[1].y, raw.u[1].z, raw.u[1].w};
-  // Two gates at a time. A magnitude below the table wraps round to a large number, as does what it borrows from.
-  std::uint32_t furthest = 0;
-#pragma unroll
-  for (int i = 0; i < 8; ++i) furthest = __vmaxu2(furthest, (g[i] & 0x7FFF7FFFu) - kBegin);
-  const bool inside = (furthest & 0xFFFFu) < kTableCount && (furthest >> 16) < kTableCount;
-  if (inside) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const std::uint32_t index = ((g[i] & 0x7FFF7FFFu) - kBegin) | ((g[i] >> 3) & 0x10001000u);
-      v[2 * i] = table[index & 0xFFFFu];
-      v[2 * i + 1] = table[index >> 16];
-    }
-  } else {
-#pragma unroll 1
-    for (int i = 0; i < 8; ++i) {
-      // By way of local memory on purpose: rare, and unrolled it would be most of the kernel's code.
-      std::uint32_t word = g[0];
-#pragma unroll
-      for (int j = 1; j < 8; ++j) word = i == j ? g[j] : word;
-      const float low = gate_factor(p.activation, __uint_as_float(word << 16));
-      const float high = gate_factor(p.activation, __uint_as_float(word & 0xFFFF0000u));
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        v[2 * j] = i == j ? low : v[2 * j];
-        v[2 * j + 1] = i == j ? high : v[2 * j + 1];
-      }
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    v[2 * i] = __fmul_rn(v[2 * i], up_factor(p.activation, __uint_as_float(u[i] << 16)));
-    v[2 * i + 1] = __fmul_rn(v[2 * i + 1], up_factor(p.activation, __uint_as_float(u[i] & 0xFFFF0000u)));
   }
 }
 
@@ -217,7 +152,7 @@ __global__ void __launch_bounds__(kTableThreads, kTableBlocksPerSm) swiglu_by_ta
   bool present = is_there(walk);
   RawUnit raw;
   load_raw(p, walk.lane_row(), walk.lane_column(), present, raw);
-  make_table(p, table);
+  make_table(p.activation, table);
   while (walk.inside(p)) {
     Walk next = walk;
     next.advance(p);
@@ -226,7 +161,7 @@ __global__ void __launch_bounds__(kTableThreads, kTableBlocksPerSm) swiglu_by_ta
     load_raw(p, next.lane_row(), next.lane_column(), next_present, next_raw);
     if (__any_sync(kAllLanes, present)) {
       float v[kUnitColumns] = {};
-      if (present) activate_raw(p, table, raw, v);
+      if (present) activate_raw<false>(p.activation, table, raw, v);
       store_values<Q>(p, v, walk.lane_row(), walk.block, present ? kUnitColumns : 0);
     }
     walk = next;
@@ -290,9 +225,16 @@ bool takes_table(const Args& args) {
          args.h.shape[0] * width >= kMinElemsForTable;
 }
 
+bool takes_stream(const Args& args, int capability_major) {
+  return capability_major == 9 && size_bytes(args.a.dtype) == 1 && args.h.dtype == DType::kBF16 &&
+         allows_wide(args.h) && allows_wide(args.a) && stream_serves(args.a.shape[1]) &&
+         args.h.shape[0] * args.a.shape[1] >= kMinElemsForTable;
+}
+
 }  // namespace
 
-std::string describe_cuda(const Args& args, const Machine&) {
+std::string describe_cuda(const Args& args, const Machine& machine) {
+  if (takes_stream(args, machine.gpu.capability.major)) return "rows by the copy engine, gates by a table";
   if (has_row_scale(args)) return "a thread block a row";
   return takes_table(args) ? "gates by a table" : "gates computed";
 }
@@ -322,6 +264,24 @@ Status run_cuda(const Args& args, const Ctx& ctx) {
   p.wide_a = allows_wide(args.a);
   if (p.num_rows == 0 || p.width == 0) return Status::ok();
   const bool bf16 = args.h.dtype == DType::kBF16;
+  DeviceFacts facts;
+  SLUICE_TRY(facts_of(args.h.device.index, facts).with_context("swiglu_quant"));
+  if (takes_stream(args, facts.capability_major)) {
+    StreamParams q = {};
+    q.h = args.h.as<const std::uint16_t>();
+    q.h_stride = p.h_stride;
+    q.groups = p.groups;
+    q.activation = p.activation;
+    q.a = p.a;
+    q.a_stride = p.a_stride;
+    q.a_scale = p.a_scale;
+    q.a_scale_block = p.a_scale_block;
+    q.a_scale_row = p.a_scale_row;
+    q.num_rows = static_cast<std::int32_t>(p.num_rows);
+    q.width = static_cast<std::int32_t>(p.width);
+    q.scale_format = p.scale_format;
+    return launch_stream(q, args.a.dtype, has_row_scale(args), facts.num_sms, stream_of(ctx));
+  }
   if (has_row_scale(args)) {
     return launch("swiglu", bf16 ? row_kernel<std::uint16_t>(args.a.dtype) : row_kernel<float>(args.a.dtype),
                   static_cast<unsigned>(p.num_rows), row_threads(p.width), 0, stream_of(ctx), p);

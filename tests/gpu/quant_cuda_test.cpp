@@ -280,10 +280,12 @@ TEST_F(QuantCuda, EveryGateThereIsThroughTheTable) {
   Buffer counts(DType::kI32, {4});
   counts.fill_values({1025, 7, 0, 1000});
   for (int kind = 0; kind < 3; ++kind) {
-    for (DType a_dtype : {DType::kE4M3, DType::kBF16, DType::kF32}) {
+    for (const auto& [a_dtype, row_scale] :
+         {std::pair{DType::kE4M3, false}, std::pair{DType::kE4M3, true}, std::pair{DType::kI8, true},
+          std::pair{DType::kBF16, false}, std::pair{DType::kF32, false}}) {
       if (kind > 0 && a_dtype != DType::kE4M3) continue;
       Buffer a(a_dtype, {kRows, kWidth});
-      Buffer a_scale(DType::kF32, {kWidth / 128, kRows});
+      Buffer a_scale(DType::kF32, {row_scale ? 1 : kWidth / 128, kRows});
       swiglu_quant::Args args;
       args.h = h.view();
       args.groups = kind == 1   ? RowGroups::masked(counts.view(), 1025)
@@ -292,29 +294,42 @@ TEST_F(QuantCuda, EveryGateThereIsThroughTheTable) {
       if (kind == 1) args.activation = {ActivationKind::kSiluClamped, 3.0f, 0.0f};
       if (kind == 2) args.activation = {ActivationKind::kGptOss, 7.0f, 1.702f};
       args.a = a.view();
-      if (a_dtype == DType::kE4M3) args.a_scale = a_scale.view();
-      expect_reference_bits(swiglu_quant::impls(), args, kSwigluViews,
-                            std::string(to_string(a_dtype)) + " kind " + std::to_string(kind));
+      if (size_bytes(a_dtype) == 1) args.a_scale = a_scale.view();
+      expect_reference_bits(
+          swiglu_quant::impls(), args, kSwigluViews,
+          std::string(to_string(a_dtype)) + (row_scale ? " a scale a row" : "") + " kind " + std::to_string(kind));
       if (HasFatalFailure() || HasFailure()) return;
     }
   }
 }
 
-// Widths that end inside a block, for the kernel of many rows.
-TEST_F(QuantCuda, TheTableForWidthsThatAreNotWholeBlocks) {
-  for (std::int64_t width : {48, 1424}) {
-    const std::int64_t rows = (std::int64_t{1} << 23) / width + 5;
-    Buffer h(DType::kBF16, {rows, 2 * width});
-    h.fill_normal(static_cast<std::uint64_t>(width), 1.5);
-    Buffer a(DType::kE4M3, {rows, width});
-    Buffer a_scale(DType::kF32, {ceil_div(width, kScaleBlock), rows});
-    swiglu_quant::Args args;
-    args.h = h.view();
-    args.groups = RowGroups::whole();
-    args.a = a.view();
-    args.a_scale = a_scale.view();
-    expect_reference_bits(swiglu_quant::impls(), args, kSwigluViews, "I=" + std::to_string(width));
-    if (HasFatalFailure() || HasFailure()) return;
+// Many rows of widths that end inside a block and inside what a warp takes; teams of two warps to a whole block.
+TEST_F(QuantCuda, ManyRowsOfEveryWidth) {
+  Buffer some(DType::kBF16, {1, 1 << 20});
+  some.fill_normal(21, 1.5);
+  const auto* const values = some.as<std::uint16_t>();
+  for (std::int64_t width : {768, 1424, 2304, 16384}) {
+    for (const bool row_scale : {false, true}) {
+      const std::int64_t rows = (std::int64_t{1} << 23) / width + 5;
+      Buffer h(DType::kBF16, {rows, 2 * width});
+      auto* const bits = h.as<std::uint16_t>();
+      for (std::int64_t i = 0; i < rows * 2 * width; ++i) bits[i] = values[(i * 7 + i / 4099) % (1 << 20)];
+      // What is not there must not be seen: here a whole row is small, and so is its scale.
+      for (std::int64_t i = 0; i < 2 * width; ++i) h.set(8 * 2 * width + i, 1e-3);
+      Buffer a(DType::kE4M3, {rows, width});
+      Buffer a_scale(DType::kF32, {row_scale ? 1 : ceil_div(width, kScaleBlock), rows});
+      Buffer offset(DType::kI32, {3});
+      offset.fill_values({1, 7, static_cast<double>(rows - 2)});
+      swiglu_quant::Args args;
+      args.h = h.view();
+      args.groups = RowGroups::contiguous({offset.view()});
+      if (row_scale) args.activation = {ActivationKind::kGptOss, 7.0f, 1.702f};
+      args.a = a.view();
+      args.a_scale = a_scale.view();
+      expect_reference_bits(swiglu_quant::impls(), args, kSwigluViews,
+                            "I=" + std::to_string(width) + (row_scale ? ", a scale a row" : ""));
+      if (HasFatalFailure() || HasFailure()) return;
+    }
   }
 }
 
