@@ -26,8 +26,8 @@ GpuTile with_stages(GpuTile tile, const GpuProblem& p) {
     tile.stages = tile.shared_bytes <= p.shared_bytes ? tokens_on_m::kStages : 0;
     return tile;
   }
-  const TileMemory memory = TileMemory::of(tile.tokens_on_m, static_cast<int>(tile.tokens),
-                                           static_cast<int>(tile.weight_rows), p.block_scales, tile.paired);
+  const TileMemory memory =
+      TileMemory::of(static_cast<int>(tile.tokens), static_cast<int>(tile.weight_rows), p.block_scales, tile.paired);
   const std::int64_t stage_bytes = memory.stage_bytes(), fixed_bytes = memory.fixed_bytes(p.num_groups);
   tile.stages = std::min(kMaxStages, (p.shared_bytes - fixed_bytes) / stage_bytes);
   tile.shared_bytes = fixed_bytes + tile.stages * stage_bytes;

@@ -1,4 +1,4 @@
-// What a tile of the tensor-core kernel keeps in shared memory: one formula for the kernel, which carves it, and for the
+// What a tile of the weights-on-M kernel keeps in shared memory: one formula for the kernel, which carves it, and for the
 // host, which books it.
 #pragma once
 
@@ -18,30 +18,25 @@ struct TileMemory {
   int piece_rows = 0;  // weight rows that share a scale
   int pieces = 0;
   int scale_floats = 0;  // [pieces][tokens]
-  // With tokens on M the finished tile waits in shared memory, in bf16; 16 bytes more a row spread neighbouring rows over
-  // the banks.
-  int staging_pitch = 0;
-  int staging_bytes = 0;
+  int epilogue_bytes = 0;
 
   static constexpr int kStepBytes = 128;
   static constexpr int kAlignBytes = 1024;  // memory starts at a swizzle atom
 
   // `paired`: the epilogue is a fused activation (src/fused), which keeps the amax of every token, three turns of it.
-  static constexpr TileMemory of(bool tokens_on_m, int tokens, int weight_rows, bool block_scales,
-                                 bool paired = false) {
+  static constexpr TileMemory of(int tokens, int weight_rows, bool block_scales, bool paired = false) {
     TileMemory m;
     m.weight_bytes = weight_rows * kStepBytes;
     m.token_bytes = tokens * kStepBytes;
     m.piece_rows = weight_rows % kScaleBlock == 0 ? static_cast<int>(kScaleBlock) : 64;
     m.pieces = weight_rows / m.piece_rows;
     m.scale_floats = block_scales ? m.pieces * tokens : 0;
-    m.staging_pitch = tokens_on_m ? 2 * weight_rows + 16 : paired ? 3 * 4 : 0;
-    m.staging_bytes = tokens * m.staging_pitch;
+    m.epilogue_bytes = paired ? 3 * 4 * tokens : 0;
     return m;
   }
   constexpr std::int64_t stage_bytes() const { return weight_bytes + token_bytes + 4 * scale_floats + 2 * 8; }
   constexpr std::int64_t fixed_bytes(std::int64_t num_groups) const {
-    return kAlignBytes + staging_bytes + tile_table_bytes(num_groups);
+    return kAlignBytes + epilogue_bytes + tile_table_bytes(num_groups);
   }
 };
 

@@ -4,9 +4,8 @@
 //                    1 to 3 put a_scale * w_scale of every row beside them, so that consumers multiply once
 //   warpgroups 1, 2  64 rows of the wgmma M side each; partial sums of 128 k are promoted into fp32 accumulators
 //
-// Two orientations. Weights on M: the tokens are the N side, 8 to 96 of them, so that a few rows an expert fill no empty
-// tile. Tokens on M: 128 tokens by 128 or 256 weight rows, for many rows an expert: a thread then needs the scales of two
-// tokens instead of N/4 of them. Rows of an operand that belong to the next expert are computed and never stored.
+// The weights are the M side and the tokens the N side, 8 to 96 of them, so that a few rows an expert fill no empty tile; for
+// many rows an expert there is tokens_on_m_sm90.cuh. Rows that belong to the next expert are computed and never stored.
 //
 // One output is one chain over ascending k whatever the tile is, so its bits do not depend on the tile (docs/numerics.md).
 // What becomes of a finished tile is the tiling's Epilogue: rows of bf16 here, the activation in src/fused.
@@ -37,48 +36,43 @@ struct StoreRows {
 
 // An epilogue that is kPaired wants the same columns of two stacked matrices in one tile: half of its weight rows come from
 // each, as one chunk each, so that a thread holds both values of a column.
-template <class Operand_, Scaling kScaling_, bool kTokensOnM_, int kTokens_, int kWeightRows_,
-          class Epilogue_ = StoreRows>
+template <class Operand_, Scaling kScaling_, int kTokens_, int kWeightRows_, class Epilogue_ = StoreRows>
 struct Tiling {
   using Operand = Operand_;
   using Epilogue = Epilogue_;
   using Params = typename Epilogue::Params;
   static constexpr bool kPaired = Epilogue::kPaired;
   static constexpr Scaling kScaling = kScaling_;
-  static constexpr bool kTokensOnM = kTokensOnM_;
   static constexpr int kTokens = kTokens_;
   static constexpr int kWeightRows = kWeightRows_;
   static constexpr bool kPromote = Operand::kPromotes;
 
   // A chunk is what one instruction covers of a warpgroup's half of the tile. The wider it is, the less shared memory is
   // read a product; sums that are promoted need a second set of registers and stay at 192 columns.
-  static constexpr int kChunks = kTokensOnM ? (kPromote && kWeightRows == 256 ? 2 : 1) : kWeightRows / 128;
-  static constexpr int kN = kTokensOnM ? kWeightRows / kChunks : kTokens;  // wgmma N
-  static constexpr int kRegs = kN / 2;                                     // accumulators a thread and chunk
+  static constexpr int kChunks = kWeightRows / 128;
+  static constexpr int kN = kTokens;    // wgmma N
+  static constexpr int kRegs = kN / 2;  // accumulators a thread and chunk
   // Two sets of partial sums, one being promoted while the other is summed, where 232 registers allow it.
   static constexpr bool kTwoSets = kPromote && (kChunks == 1 ? kN <= 128 : kN <= 64);
 
-  static constexpr TileMemory kMemory =
-      TileMemory::of(kTokensOnM, kTokens, kWeightRows, kScaling == Scaling::kBlock, kPaired);
+  static constexpr TileMemory kMemory = TileMemory::of(kTokens, kWeightRows, kScaling == Scaling::kBlock, kPaired);
   static constexpr int kPieceRows = kMemory.piece_rows;
   static constexpr int kPieces = kMemory.pieces;
   static constexpr int kScaleFloats = kMemory.scale_floats;
   static constexpr int kWeightBytes = kMemory.weight_bytes;
   static constexpr int kTokenBytes = kMemory.token_bytes;
-  static constexpr bool kStaged = kTokensOnM && !kPaired;
-  static constexpr int kStagingPitch = kMemory.staging_pitch;
   static constexpr int kTileColumns = kPaired ? kWeightRows / 2 : kWeightRows;  // of the output
   static constexpr int kStepElems = sm90::kSwizzleBytes / static_cast<int>(sizeof(typename Operand::Element));
   static_assert(TileMemory::kStepBytes == sm90::kSwizzleBytes);
-  static_assert(kTokensOnM ? kTokens == 128 : kWeightRows % 128 == 0);
-  static_assert(!kPaired || (!kTokensOnM && kWeightRows == 256));
+  static_assert(kWeightRows % 128 == 0);
+  static_assert(!kPaired || kWeightRows == 256);
 };
 
 struct Shared {
-  std::byte* weights;  // [stages][kWeightBytes]
-  std::byte* tokens;   // [stages][kTokenBytes]
-  float* scales;       // [stages][kPieces][kTokens]
-  std::byte* staging;  // [kTokens][kStagingPitch]: the epilogue's; rows of the finished tile in bf16
+  std::byte* weights;   // [stages][kWeightBytes]
+  std::byte* tokens;    // [stages][kTokenBytes]
+  float* scales;        // [stages][kPieces][kTokens]
+  std::byte* epilogue;  // what a fused epilogue keeps
   std::uint64_t* full;
   std::uint64_t* empty;
   TileTable table;
@@ -91,8 +85,8 @@ __device__ __forceinline__ Shared carve(std::byte* memory, const Params& p) {
   s.tokens = s.weights + p.num_stages * Tiling::kWeightBytes;
   std::byte* const after = s.tokens + p.num_stages * Tiling::kTokenBytes;
   s.scales = reinterpret_cast<float*>(after);
-  s.staging = after + p.num_stages * Tiling::kScaleFloats * 4;
-  s.full = reinterpret_cast<std::uint64_t*>(s.staging + Tiling::kMemory.staging_bytes);
+  s.epilogue = after + p.num_stages * Tiling::kScaleFloats * 4;
+  s.full = reinterpret_cast<std::uint64_t*>(s.epilogue + Tiling::kMemory.epilogue_bytes);
   s.empty = s.full + p.num_stages;
   s.table = TileTable::at(s.empty + p.num_stages, p.num_groups);
   return s;
@@ -197,16 +191,6 @@ __device__ __forceinline__ void promote(float (&acc)[T::kRegs], const float (&pa
   if constexpr (T::kScaling != Scaling::kBlock) {
 #pragma unroll
     for (int i = 0; i < T::kRegs; ++i) acc[i] = __fadd_rn(acc[i], part[i]);
-  } else if constexpr (T::kTokensOnM) {
-    constexpr int kPieces = (T::kN + T::kPieceRows - 1) / T::kPieceRows;
-#pragma unroll
-    for (int c = 0; c < kPieces; ++c) {
-      const float low = scales[c * T::kTokens];
-      const float high = scales[c * T::kTokens + 8];
-#pragma unroll
-      for (int i = c * T::kPieceRows / 2; i < min((c + 1) * T::kPieceRows / 2, T::kRegs); ++i)
-        acc[i] = __fmaf_rn(part[i], i / 2 % 2 == 0 ? low : high, acc[i]);
-    }
   } else {
 #pragma unroll
     for (int j = 0; j < T::kN / 8; ++j) {
@@ -247,17 +231,15 @@ __device__ __forceinline__ StageView view(const Shared& s, std::uint32_t stage, 
   constexpr int kHalfBytes = 64 * sm90::kSwizzleBytes;
   const std::byte* const weights = s.weights + stage * T::kWeightBytes;
   const std::byte* const tokens = s.tokens + stage * T::kTokenBytes;
-  return {sm90::operand_descriptor((T::kTokensOnM ? tokens : weights) + warpgroup * kHalfBytes),
-          sm90::operand_descriptor(T::kTokensOnM ? weights : tokens),
-          s.scales + stage * T::kScaleFloats + (T::kTokensOnM ? warp_row + lane / 4 : lane % 4 * 2)};
+  return {sm90::operand_descriptor(weights + warpgroup * kHalfBytes), sm90::operand_descriptor(tokens),
+          s.scales + stage * T::kScaleFloats + lane % 4 * 2};
 }
 
 // The chunk c of a stage, as one group in flight.
 template <class T, class Accumulator>
 __device__ __forceinline__ void start(const StageView& v, int c, Accumulator (&d)[T::kRegs], bool add) {
   constexpr std::uint64_t kChunkStep = 128 * sm90::kSwizzleBytes >> 4;
-  multiply<typename T::Operand, T::kN>(v.m_side + (T::kTokensOnM ? 0 : c * kChunkStep),
-                                       v.n_side + (T::kTokensOnM ? c * kChunkStep : 0), d, add);
+  multiply<typename T::Operand, T::kN>(v.m_side + c * kChunkStep, v.n_side, d, add);
 }
 
 template <class T>
@@ -374,21 +356,14 @@ __device__ void consume(const typename T::Params& p, const Shared& s, TileWalk w
       }
     }
     if constexpr (T::kPaired) {
-      T::Epilogue::template finish<T>(p, acc[0], acc[1], s.staging, tile, columns.inside, warp_row, lane, turn);
+      T::Epilogue::template finish<T>(p, acc[0], acc[1], s.epilogue, tile, columns.inside, warp_row, lane, turn);
       turn = turn == 2 ? 0 : turn + 1;
     } else {
-      await_staging<T>();
 #pragma unroll
-      for (int c = 0; c < kChunks; ++c) {
-        const int m = T::kTokensOnM ? warp_row : c * kBlock + warp_row;
-        const int n = T::kTokensOnM ? c * kBlock : 0;
-        store<T>(p, acc[c], s.staging, tile, columns, m, n, lane);
-      }
-      flush<T>(p, s.staging, tile, columns, warp_row, lane);
+      for (int c = 0; c < kChunks; ++c) store<T>(p, acc[c], tile, columns, c * kBlock + warp_row, lane);
     }
     __syncwarp();
   }
-  if constexpr (T::kStaged) sm90::bulk_wait_all();
 }
 
 template <class T>
@@ -406,7 +381,7 @@ __global__ void __launch_bounds__(kThreads, 1) grouped_gemm_wgmma(const __grid_c
     }
     sm90::barrier_init_fence();
   }
-  if constexpr (T::kPaired) T::Epilogue::template prepare<T>(s.staging);
+  if constexpr (T::kPaired) T::Epilogue::template prepare<T>(s.epilogue);
   cuda::wait_for_previous();
   cuda::allow_next();
   s.table.fill(p.groups, p.num_rows, T::kTokens, p.column_tiles);

@@ -91,50 +91,14 @@ __device__ __forceinline__ void transpose_quad(std::uint32_t (&w)[4]) {
   }
 }
 
-// With tokens on M a warp owns sixteen rows of the tile: it writes them to shared memory, and the copy engine takes them
-// away row by row while the next tile is summed. With weights on M a row is spread over all warps, and waiting for each
-// other cost more than it gave (docs/performance.md): values go straight to memory, eight columns a lane.
-
-// The copies of the tile before have read the staging area.
-template <class T>
-__device__ __forceinline__ void await_staging() {
-  if constexpr (T::kStaged) {
-    sm90::bulk_wait_read();
-    __syncwarp();
-  }
-}
-
-template <class T, class Columns>
-__device__ __forceinline__ void flush(const Params& p, const std::byte* staging, const Tile& tile,
-                                      const Columns& columns, int warp_row, int lane) {
-  if constexpr (T::kStaged) {
-    if (!p.wide) return;
-    sm90::async_fence();
-    __syncwarp();
-    const int row = warp_row + lane;
-    if (lane < 16 && tile.row + row < tile.end) {
-      const int width = min(T::kWeightRows, p.part_rows - columns.inside);
-      sm90::bulk_store(p.out + (tile.row + row) * p.out_row + columns.first, staging + row * T::kStagingPitch,
-                       static_cast<std::uint32_t>(2 * width));
-    }
-    sm90::bulk_commit();
-  }
-}
-
-// Eight neighbouring columns of one row of the tile, those below `limit`.
-template <class T>
-__device__ __forceinline__ void store_eight(const Params& p, std::byte* staging, const Tile& tile, int row,
-                                            std::int32_t first, std::int32_t column, std::int32_t limit,
-                                            const std::uint32_t (&w)[4]) {
-  const uint4 bits = make_uint4(w[0], w[1], w[2], w[3]);
-  if (T::kStaged && p.wide) {
-    *reinterpret_cast<uint4*>(staging + row * T::kStagingPitch + 2 * column) = bits;
-    return;
-  }
+// Eight neighbouring columns of one row of the tile, those below `limit`. A row is spread over all warps; collecting it in
+// shared memory made them wait for each other, which cost more than it gave (docs/performance.md).
+__device__ __forceinline__ void store_eight(const Params& p, const Tile& tile, int row, std::int32_t first,
+                                            std::int32_t column, std::int32_t limit, const std::uint32_t (&w)[4]) {
   if (tile.row + row >= tile.end) return;
   std::uint16_t* const to = p.out + (tile.row + row) * p.out_row + first + column;
   if (p.wide && column < limit) {
-    *reinterpret_cast<uint4*>(to) = bits;  // limit is a multiple of eight
+    *reinterpret_cast<uint4*>(to) = make_uint4(w[0], w[1], w[2], w[3]);  // limit is a multiple of eight
     return;
   }
 #pragma unroll
@@ -143,13 +107,12 @@ __device__ __forceinline__ void store_eight(const Params& p, std::byte* staging,
   }
 }
 
-// One chunk of a finished tile: scales of rows and channels, bias, one rounding. `m` and `n` are where the warp's and the
-// chunk's values start on the two sides, in rows of the tile.
+// One chunk of a finished tile: scales of rows and channels, bias, one rounding. `m` is where the warp's values of the chunk
+// start, in weight rows of the tile.
 template <class T, class Accumulator, class Columns>
-__device__ __forceinline__ void store(const Params& p, const Accumulator (&acc)[T::kRegs], std::byte* staging,
-                                      const Tile& tile, const Columns& columns, int m, int n, int lane) {
+__device__ __forceinline__ void store(const Params& p, const Accumulator (&acc)[T::kRegs], const Tile& tile,
+                                      const Columns& columns, int m, int lane) {
   constexpr Scaling kScaling = T::kScaling;
-  constexpr bool kTokensOnM = T::kTokensOnM;
   constexpr int kN = T::kN;
   const int g = lane / 4;
   const int q = lane % 4;
@@ -167,50 +130,36 @@ __device__ __forceinline__ void store(const Params& p, const Accumulator (&acc)[
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int at = m + g + 8 * i;
-    if constexpr (kScaling == Scaling::kRow) m_scale[i] = kTokensOnM ? token_scale(at) : channel_scale(at);
-    if constexpr (!kTokensOnM) m_bias[i] = channel_bias(at);
+    if constexpr (kScaling == Scaling::kRow) m_scale[i] = channel_scale(at);
+    m_bias[i] = channel_bias(at);
   }
   // Values (8j + 2q, 8j + 2q + 1) of N in row 8*half of M, finished and packed.
   const auto packed = [&](int j, int half) {
     float v[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int at = n + 8 * j + 2 * q + i;
       v[i] = as_f32(acc[4 * j + 2 * half + i]);
       if constexpr (kScaling == Scaling::kRow) {
-        const float n_scale = kTokensOnM ? channel_scale(at) : token_scale(at);
+        const float n_scale = token_scale(8 * j + 2 * q + i);
         v[i] = __fmul_rn(v[i], __fmul_rn(m_scale[half], n_scale));
       }
-      if (bias != nullptr) v[i] = __fadd_rn(v[i], kTokensOnM ? channel_bias(at) : m_bias[half]);
+      if (bias != nullptr) v[i] = __fadd_rn(v[i], m_bias[half]);
     }
     return pack_bf16(v[0], v[1]);
   };
 
-  if constexpr (kTokensOnM) {
-    static_assert(kN % 32 == 0);
+  // Token-major after the transposition: two blocks of eight weight rows for each of two blocks of eight tokens.
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-#pragma unroll
-      for (int j = 0; j < kN / 8; j += 4) {
-        std::uint32_t w[4] = {packed(j, half), packed(j + 1, half), packed(j + 2, half), packed(j + 3, half)};
-        transpose_quad(w);
-        store_eight<T>(p, staging, tile, m + g + 8 * half, columns.first, n + 8 * (j + q), limit, w);
-      }
-    }
-  } else {
-    // Token-major after the transposition: two blocks of eight weight rows for each of two blocks of eight tokens.
-#pragma unroll
-    for (int j = 0; j < kN / 8; j += 2) {
-      constexpr bool kSingle = kN == 8;
-      std::uint32_t w[4];
-      w[0] = sm90::transpose_8x8(packed(j, 0));
-      w[1] = sm90::transpose_8x8(packed(j, 1));
-      w[2] = kSingle ? 0u : sm90::transpose_8x8(packed(kSingle ? j : j + 1, 0));
-      w[3] = kSingle ? 0u : sm90::transpose_8x8(packed(kSingle ? j : j + 1, 1));
-      transpose_quad(w);
-      const int token = n + 8 * (j + q / 2) + g;
-      if (!kSingle || q < 2) store_eight<T>(p, staging, tile, token, columns.first, m + 8 * (q % 2), limit, w);
-    }
+  for (int j = 0; j < kN / 8; j += 2) {
+    constexpr bool kSingle = kN == 8;
+    std::uint32_t w[4];
+    w[0] = sm90::transpose_8x8(packed(j, 0));
+    w[1] = sm90::transpose_8x8(packed(j, 1));
+    w[2] = kSingle ? 0u : sm90::transpose_8x8(packed(kSingle ? j : j + 1, 0));
+    w[3] = kSingle ? 0u : sm90::transpose_8x8(packed(kSingle ? j : j + 1, 1));
+    transpose_quad(w);
+    const int token = 8 * (j + q / 2) + g;
+    if (!kSingle || q < 2) store_eight(p, tile, token, columns.first, m + 8 * (q % 2), limit, w);
   }
 }
 

@@ -7,8 +7,8 @@ namespace sluice::grouped_gemm::wgmma {
 
 template <class Operand, Scaling kScaling, int kTokens>
 Kernel weights_on_m(const GpuTile& tile) {
-  if (tile.weight_rows == 128) return grouped_gemm_wgmma<Tiling<Operand, kScaling, false, kTokens, 128>>;
-  if (tile.weight_rows == 256) return grouped_gemm_wgmma<Tiling<Operand, kScaling, false, kTokens, 256>>;
+  if (tile.weight_rows == 128) return grouped_gemm_wgmma<Tiling<Operand, kScaling, kTokens, 128>>;
+  if (tile.weight_rows == 256) return grouped_gemm_wgmma<Tiling<Operand, kScaling, kTokens, 256>>;
   return nullptr;
 }
 

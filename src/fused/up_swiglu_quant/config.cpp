@@ -37,8 +37,7 @@ Config with_stages(Config config, const GpuProblem& p) {
   config.tile.tokens = kClusterTokens;
   config.tile.weight_rows = kTileRows / config.split;  // of each block
   const std::int64_t k_blocks = ceil_div(p.k, kScaleBlock);
-  const auto memory =
-      grouped_gemm::TileMemory::of(false, kClusterTokens, static_cast<int>(config.tile.weight_rows), false);
+  const auto memory = grouped_gemm::TileMemory::of(kClusterTokens, static_cast<int>(config.tile.weight_rows), false);
   const std::int64_t scale_bytes = k_blocks * kClusterTokens * 2 * 4;
   const std::int64_t fixed_bytes =
       memory.fixed_bytes(p.num_groups) + scale_bytes + (kClusterUpFloats + kClusterTokens) * 4;

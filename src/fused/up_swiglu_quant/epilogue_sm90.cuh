@@ -85,16 +85,16 @@ struct ActivateAndQuantise {
 
   // The amax of every token, three times: while one tile's is read, the next tile's is made and the one after's is zero.
   template <class T>
-  static __device__ __forceinline__ void prepare(std::byte* staging) {
+  static __device__ __forceinline__ void prepare(std::byte* memory) {
     for (int i = static_cast<int>(threadIdx.x); i < 3 * T::kTokens; i += static_cast<int>(blockDim.x))
-      reinterpret_cast<float*>(staging)[i] = 0.0f;
+      reinterpret_cast<float*>(memory)[i] = 0.0f;
   }
 
   // Of 128 columns from `column` on; this warp's 16 start at `m`. Register i of a thread holds column 8*(i/2%2) + lane/4 of
   // those and token 8*(i/4) + 2*(lane%4) + i%2.
   template <class T>
   static __device__ __forceinline__ void finish(const Params& p, float (&gate)[T::kRegs], float (&up)[T::kRegs],
-                                                std::byte* staging, const grouped_gemm::Tile& tile, std::int32_t column,
+                                                std::byte* memory, const grouped_gemm::Tile& tile, std::int32_t column,
                                                 int m, int lane, int turn) {
     constexpr int kTokens = T::kTokens;
     // Sixteen tokens a turn of a loop that is not unrolled: all of them in line are more code than the instruction caches
@@ -104,8 +104,8 @@ struct ActivateAndQuantise {
     const int g = lane / 4;
     const int q = lane % 4;
     const std::int32_t limit = p.part_rows - column;
-    float* const amax = reinterpret_cast<float*>(staging) + turn * kTokens;
-    float* const cleared = reinterpret_cast<float*>(staging) + (turn == 0 ? 2 : turn - 1) * kTokens;
+    float* const amax = reinterpret_cast<float*>(memory) + turn * kTokens;
+    float* const cleared = reinterpret_cast<float*>(memory) + (turn == 0 ? 2 : turn - 1) * kTokens;
 
     float gate_bias[2] = {}, up_bias[2] = {};
     if (p.bias != nullptr) {

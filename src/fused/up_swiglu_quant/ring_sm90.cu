@@ -9,7 +9,7 @@ namespace wgmma = grouped_gemm::wgmma;
 template <int kTokens>
 Kernel kernel() {
   return wgmma::grouped_gemm_wgmma<
-      wgmma::Tiling<wgmma::E4m3, wgmma::Scaling::kBlock, false, kTokens, 256, ActivateAndQuantise>>;
+      wgmma::Tiling<wgmma::E4m3, wgmma::Scaling::kBlock, kTokens, 256, ActivateAndQuantise>>;
 }
 }  // namespace
 
