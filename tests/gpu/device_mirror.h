@@ -41,6 +41,8 @@ class DeviceMirror {
     if (c.bytes > 0) std::memcpy(image.data() + c.lead, c.host, c.bytes);
     ASSERT_EQ(cudaMalloc(&c.base, image.size()), cudaSuccess);
     ASSERT_EQ(cudaMemcpy(c.base, image.data(), image.size(), cudaMemcpyHostToDevice), cudaSuccess);
+    // From pageable memory the copy may still be under way, and a stream of the test's own would not wait for it.
+    ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
     view.data = static_cast<std::byte*>(c.base) + c.lead;
     view.device = {DeviceKind::kCuda, 0};
     copies_.push_back(c);

@@ -130,8 +130,10 @@ TEST_F(RouteCuda, Case81_ReplayFollowsTheIdsFromManyToFewToNone) {
     Problem q = p;
     q.ids = ids;
     t.fill(q, ++seed);
-    ASSERT_EQ(cudaMemcpy(device.topk_idx.view.data, t.ids.view().data, static_cast<std::size_t>(p.tokens * p.slots * 4),
-                         cudaMemcpyHostToDevice),
+    // In the stream: from pageable memory a plain copy may return before its last bytes are there, and another stream does
+    // not wait for them.
+    ASSERT_EQ(cudaMemcpyAsync(device.topk_idx.view.data, t.ids.view().data,
+                              static_cast<std::size_t>(p.tokens * p.slots * 4), cudaMemcpyHostToDevice, stream),
               cudaSuccess);
     ASSERT_EQ(cudaGraphLaunch(exec, stream), cudaSuccess);
     ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess);

@@ -213,6 +213,8 @@ TEST_F(UpSwigluQuantCuda, ReplaysFollowTheOffsetsOfTheMoment) {
                                  static_cast<std::size_t>(args.act.a.shape[1]),
                                  static_cast<std::size_t>(args.act.a.shape[0])),
                     cudaSuccess);
+          // The graph runs in a stream of its own, which waits neither for this nor for a copy from pageable memory.
+          EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
         };
         poison();
         Config plain;
