@@ -1,5 +1,8 @@
 // What the command says of wrong values, of what cannot run, and of its own tables.
+#include <algorithm>
+
 #include "cli/cli_fixture.h"
+#include "sluice/layer.h"
 
 namespace sluice::test {
 namespace {
@@ -52,16 +55,31 @@ TEST_F(CliTest, WhatCannotRunIsRefusedBeforeTheFirstMeasurement) {
     return arguments;
   };
   expect_refused(with(preset, {"--impl", "nonsense"}), 2, {"no implementation 'nonsense'"});
-  expect_refused(with(preset, {"--precision", "w8a8", "--impl", "grouped_gemm=cuda-wgmma"}), 3,
-                 {"w8a8: grouped_gemm: cuda-wgmma was forced and cannot run: runs on cuda, the layer is on cpu"});
   expect_refused(with(preset, {"--precision", "bf16", "--memory", "0.02"}), 3, {"bf16: ", "experts of 9.44 MB fit 20"});
   Crafted().write(model_);
   expect_refused({"bench", "--model", model(), "--layer", "1", "--precision", "f32,w8a8", "--device", "cpu"}, 3,
                  {"cannot run in w8a8"});
-  expect_refused({"check", "--model", model(), "--layer", "1", "--impl", "route=cuda", "--device", "cpu"}, 3,
-                 {"route: cuda was forced and cannot run"});
-  expect_refused(run_args(input(3), path("y.safetensors"), {"--impl", "pack=cuda", "--device", "cpu"}), 3,
-                 {"pack: cuda was forced and cannot run"});
+
+  // A build without CUDA does not know the names of its implementations; one with it says where they run.
+  const auto expect_not_on_cpu = [&](std::vector<std::string> arguments, const std::string& stage,
+                                     const std::string& name) {
+    arguments.insert(arguments.end(), {"--impl", stage + "=" + name, "--device", "cpu"});
+    const std::vector<StageNames> tables = stage_names();
+    const auto table =
+        std::find_if(tables.begin(), tables.end(), [&](const StageNames& names) { return names.stage == stage; });
+    ASSERT_NE(table, tables.end()) << stage;
+    const bool is_known = std::find(table->impls.begin(), table->impls.end(), name) != table->impls.end();
+    if (is_known) {
+      expect_refused(arguments, 3,
+                     {stage + ": " + name + " was forced and cannot run", "runs on cuda, the layer is on cpu"});
+    } else {
+      expect_refused(arguments, 2, {"no implementation '" + name + "'; there are " + stage + ": "});
+    }
+  };
+  expect_not_on_cpu({"bench", "--like", "qwen3-30b", "--tokens", "1", "--precision", "w8a8"}, "grouped_gemm",
+                    "cuda-wgmma");
+  expect_not_on_cpu({"check", "--model", model(), "--layer", "1"}, "route", "cuda");
+  expect_not_on_cpu(run_args(input(3), path("y.safetensors")), "pack", "cuda");
 }
 
 }  // namespace
