@@ -12,6 +12,7 @@
 
 #include <map>
 
+#include "sluice/placement.h"
 #include "sluice/transport.h"
 #include "sluice/weights.h"
 
@@ -31,7 +32,17 @@ struct LayerOptions {
   // Per stage: "gate.logits", "gate.select", "route", "pack", "grouped_gemm", "swiglu_quant", "combine"; "*" for all.
   // "route_pack" and "up_swiglu_quant" are one kernel for two of them ("cuda-fused"), or "composed".
   std::map<std::string, Selection> selection;
+
+  // Experts spread over the ranks of a transport: each rank brings the weights of its own experts and its own tokens, and
+  // gets their outputs, to the bits of one rank that holds every expert. create, forward and forward_routed are then
+  // collective: every rank calls them, in the same order, also with T = 0. A rank that refuses its call tells the others,
+  // who fail with kPeerFailure. Ranks must agree on all but their tokens, experts and threads; create compares.
   std::shared_ptr<Transport> transport = local_transport();
+  Placement placement;  // which rank holds which experts; empty: the balanced split
+  // Tokens of a call go in rounds, each of as many as fit this budget for what may arrive from all ranks, or of one. The
+  // buffers and the rows of the worst routing count: P * S rows for each token of a round.
+  std::int64_t round_bytes = std::int64_t{1} << 30;
+  std::int64_t max_round_tokens = 0;  // 0: what the budget allows; else at most so many
 };
 
 // What is named in place of an implementation where a fused stage is left to the two stages it stands for.
@@ -120,6 +131,7 @@ class Layer {
   Status forward_masked(const Rows& rows, const TensorView& num_rows, const TensorView& out, const Ctx& ctx) const;
 
  private:
+  static Result<Layer> make(const MoeConfig& config, LayerWeights weights, const LayerOptions& options);
   explicit Layer(std::unique_ptr<State> state);
   std::unique_ptr<State> state_;
 };
