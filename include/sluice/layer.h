@@ -23,7 +23,7 @@ struct LayerOptions {
   std::int64_t max_tokens = 0;  // T of the largest forward; workspace is sized for it
   // forward_masked: rows per expert of the padded layout it will be given; 0: not used.
   std::int64_t max_rows_per_expert = 0;
-  // forward_grouped and forward_masked: rows in all. 0: max_tokens * S.
+  // forward_grouped and forward_masked: rows in all. 0: max_tokens * S, or what a round of all ranks may bring.
   std::int64_t max_rows = 0;
   bool routed_only = false;  // leave the shared expert out
   bool checked = false;      // invalid expert ids are errors instead of counted; needs a layer on the CPU

@@ -252,7 +252,8 @@ void resolve_logits_and_select(Layer::State& s, gate::BothArgs args) {
 Status resolve_all(Layer::State& s) {
   const std::int64_t tokens = s.options.max_tokens;
   Arena plan(nullptr, s.options.machine.device);
-  const Buffers b = lay_out(s, plan, tokens, s.max_rows());
+  // Views to plan with: of a spread layer, whose rounds are smaller, they are larger than what a call lays out.
+  const Buffers b = lay_out(s, plan, tokens, std::max(s.max_rows(), tokens * s.config.top_k));
   const TensorView x = TensorView::dense(nullptr, DType::kBF16, {tokens, s.config.hidden}, s.options.machine.device);
   const TensorView out = TensorView::dense(nullptr, DType::kF32, {tokens, s.config.hidden}, s.options.machine.device);
 

@@ -39,9 +39,8 @@ std::span<std::byte> Arena::take_bytes(std::string_view what, std::int64_t bytes
 }
 
 std::int64_t Layer::State::max_rows() const {
-  const std::int64_t round = spread == nullptr ? 0 : spread->max_arriving() * config.top_k;
-  return std::max(
-      {options.max_tokens * config.top_k, options.max_rows, num_local(config) * options.max_rows_per_expert, round});
+  const std::int64_t of_tokens = (spread == nullptr ? options.max_tokens : spread->max_arriving()) * config.top_k;
+  return std::max({of_tokens, options.max_rows, num_local(config) * options.max_rows_per_expert});
 }
 
 namespace {
