@@ -4,7 +4,10 @@
 
 #include <algorithm>
 #include <chrono>
+#include <condition_variable>
 #include <cstdio>
+#include <cstdlib>
+#include <mutex>
 #include <thread>
 
 #ifdef SLUICE_WITH_MPI
@@ -23,6 +26,29 @@ std::shared_ptr<Transport>& started() {
   static std::shared_ptr<Transport> transport;
   return transport;
 }
+
+#ifdef SLUICE_WITH_MPI
+// MPI waits for ever for a rank that never starts; the others must not.
+void start_mpi(double timeout_seconds) {
+  std::mutex mutex;
+  std::condition_variable changed;
+  bool is_started = false;
+  std::thread watch([&] {
+    std::unique_lock lock(mutex);
+    if (changed.wait_for(lock, std::chrono::duration<double>(timeout_seconds), [&] { return is_started; })) return;
+    say(fmt::format("sluice: error: --ep: waited {} s for the other ranks to start\n", timeout_seconds));
+    std::_Exit(kExitBadInput);
+  });
+  int provided = 0;
+  MPI_Init_thread(nullptr, nullptr, MPI_THREAD_FUNNELED, &provided);
+  {
+    const std::lock_guard lock(mutex);
+    is_started = true;
+  }
+  changed.notify_one();
+  watch.join();
+}
+#endif
 
 }  // namespace
 
@@ -48,8 +74,7 @@ Result<Ranks> Ranks::start(const RankOptions& options) {
                   fmt::format("--transport {}: this build has none of that name; it has mpi", options.transport));
   }
 #ifdef SLUICE_WITH_MPI
-  int provided = 0;
-  MPI_Init_thread(nullptr, nullptr, MPI_THREAD_FUNNELED, &provided);
+  start_mpi(options.timeout_seconds);
   Result<std::shared_ptr<Transport>> transport = mpi_transport(MPI_COMM_WORLD, {options.timeout_seconds});
   if (!transport) {
     say(fmt::format("sluice: error: {}\n", transport.status().message()));
@@ -99,6 +124,17 @@ Status Ranks::agree(const Status& mine) const {
   for (std::int64_t p = 0; p < num_ranks(); ++p) {
     if ((*failed)[static_cast<std::size_t>(p)] == 0) continue;
     return {StatusCode::kPeerFailure, fmt::format("rank {} failed; its own message says why", p)};
+  }
+  return Status::ok();
+}
+
+Status Ranks::same(std::int64_t mine, const char* what) const {
+  const Result<std::vector<std::int64_t>> numbers = all(mine);
+  if (!numbers) return numbers.status();
+  for (std::int64_t p = 0; p < num_ranks(); ++p) {
+    const std::int64_t theirs = (*numbers)[static_cast<std::size_t>(p)];
+    if (theirs == mine) continue;
+    return {StatusCode::kPeerFailure, fmt::format("rank {} has {} {}, rank {} has {}", p, theirs, what, rank(), mine)};
   }
   return Status::ok();
 }

@@ -27,6 +27,8 @@ class Ranks {
 
   // Every rank says whether it can go on; a failure anywhere is one everywhere. Collective.
   Status agree(const Status& mine) const;
+  // Every rank has the same number of `what`, "tokens in its input". Collective.
+  Status same(std::int64_t mine, const char* what) const;
   // The smallest, and the sum, of every rank's number. Collective.
   Result<std::int64_t> smallest(std::int64_t mine) const;
   Result<std::int64_t> sum(std::int64_t mine) const;

@@ -337,6 +337,8 @@ Outcome run(const RunOptions& options, bool json) {
   Result<Ready> ready = prepare(options, *selection, asked, usage);
   if (Status s = ranks->agree(ready.status()); !s.is_ok()) return usage ? Outcome::usage(s.message()) : Outcome(s);
 
+  SLUICE_TRY(ranks->same(ready->input->num_tokens(), "tokens in its input"));
+
   catch_interrupts();
   const auto or_interrupted = [](const Status& status) {
     return is_interrupted() ? interrupted(Status(StatusCode::kIoError, kInterrupted)) : Outcome(status);
