@@ -43,6 +43,13 @@ struct LayerOptions {
   // buffers and the rows of the worst routing count: P * S rows for each token of a round.
   std::int64_t round_bytes = std::int64_t{1} << 30;
   std::int64_t max_round_tokens = 0;  // 0: what the budget allows; else at most so many
+
+  // I cut over the ranks of another transport: each rank brings the same tokens and routing, and its shard of w13 and w2
+  // (LoadOptions::tensor_shard), and gets the whole outputs. The partial sums are added in order of rank in fp32 and rounded
+  // once: the same bits on every rank and in every run, within the bound of docs/numerics.md of those of one rank, not
+  // equal to them. Null or one rank: I is whole. With `transport` beside it, the ranks form a grid of the two.
+  std::shared_ptr<Transport> tensor_transport;
+  bool shared_is_whole = false;  // every rank of the tensor group brings the whole shared expert: the first adds it
 };
 
 // What is named in place of an implementation where a fused stage is left to the two stages it stands for.

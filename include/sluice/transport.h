@@ -36,7 +36,8 @@ struct RowSpan {
   std::int64_t count = 0;
 };
 
-// What one rank gives and gets. Spans of `send` may overlap (the same rows to several ranks), those of `receive` may not.
+// What one rank gives and gets. Spans of `send` may overlap (the same rows to several ranks), those of `receive` may not;
+// what a rank gives itself may stay where it is.
 // What a rank sends to another must be what that one expects of it: counts are exchanged first.
 struct RowMove {
   std::int64_t row_bytes = 0;

@@ -2,13 +2,23 @@
 #pragma once
 
 #include "layer/spread.h"
+#include "layer/tensor_parallel.h"
 
 namespace sluice {
 
 struct Call {
   Buffers b;
   SpreadBuffers spread;  // of a layer over several ranks
+  TensorBuffers tensor;  // of a layer cut along I
   Ctx ctx;               // workspace: the stages' scratch
+};
+
+// What a caller brings to the two entry points for tokens, besides routing.
+struct CallTensors {
+  TensorView x;         // [T,H]
+  TensorView x_scale;   // of a quantised x
+  TensorView counters;  // optional
+  TensorView out;       // [T,H]
 };
 
 // up, activation, down on rows that are grouped already.
@@ -19,12 +29,6 @@ Status shared_expert(const Layer::State& s, Call& call, const TensorView& x);
 
 // From routing to output where the experts are spread over ranks (forward_spread.cpp). Collective: `ready` is what this
 // rank's own checks said, and a rank that cannot run tells the others so. The tensors are looked at only if it is ok.
-struct SpreadInput {
-  TensorView x;         // [T,H]
-  TensorView x_scale;   // of a quantised x
-  TensorView counters;  // optional
-  TensorView out;       // [T,H]
-};
-Status forward_spread(const Layer::State& s, Call& call, const SpreadInput& input, const Status& ready);
+Status forward_spread(const Layer::State& s, Call& call, const CallTensors& input, const Status& ready);
 
 }  // namespace sluice

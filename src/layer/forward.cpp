@@ -28,6 +28,7 @@ Status begin(const Layer::State& s, std::int64_t num_tokens, std::int64_t num_ro
   Arena arena(ctx.workspace.data() + (-address & (align - 1)), s.device());
   call.b = lay_out(s, arena, num_tokens, num_rows);
   if (s.spread != nullptr) call.spread = lay_out_spread(s, arena);
+  if (s.tensor != nullptr) call.tensor = lay_out_tensor(s, arena);
   call.ctx = ctx;
   call.ctx.workspace = call.b.scratch;
   const int planned = s.options.machine.num_threads;
@@ -152,8 +153,8 @@ Status in_order(const First& first, const Rest&... rest) {
 }
 
 // From routing to output: what both token entry points share.
-Status run_routed(const Layer::State& s, Call& call, const TensorView& x, const TensorView& x_scale,
-                  const TensorView& counters, const TensorView& out) {
+Status run_routed(const Layer::State& s, Call& call, const CallTensors& t) {
+  const auto& [x, x_scale, counters, out] = t;
   const Buffers& b = call.b;
   if (takes_route_pack(s, b, x)) {
     SLUICE_TRY(s.route_pack({route_args(s, b, counters), pack_args(s, b, x, x_scale)}, call.ctx));  // both of these
@@ -164,6 +165,37 @@ Status run_routed(const Layer::State& s, Call& call, const TensorView& x, const 
   SLUICE_TRY(experts(s, s.routed, s.weights.experts, b.routed, RowGroups::contiguous(b.plan.expert_offset), call.ctx));
   if (s.has_shared()) SLUICE_TRY(shared_expert(s, call, x));                   // x [T,H] -> shared.y [T,H]
   return s.combine(out.dtype, combine_args(s, b, b.routed.y, out), call.ctx);  // y [R,H] -> out [T,H]
+}
+
+// A call that other ranks make too. What this one cannot do it tells them: `ready` goes along.
+Status run_together(const Layer::State& s, Call& call, const CallTensors& t, Status ready) {
+  CallTensors mine = t;
+  if (s.tensor != nullptr) {
+    ready = meet(s, ready.is_ok() ? t.x.shape[0] : 0, ready);
+    if (ready.is_ok()) mine.out = call.tensor.partial.slice(0, t.x.shape[0]);
+  }
+  if (s.spread != nullptr) {
+    SLUICE_TRY(forward_spread(s, call, mine, ready));
+  } else {
+    SLUICE_TRY(ready);
+    if (t.x.shape[0] > 0) SLUICE_TRY(run_routed(s, call, mine));
+  }
+  return s.tensor == nullptr ? Status::ok() : add_partials(s, call.tensor, t.out, call.ctx);
+}
+
+// The two entry points for tokens: `check` judges the tensors, `start` finds them their buffers, `gate` routes them.
+template <class Check, class Start, class Gate>
+Status run_call(const Layer::State& s, Call& call, const CallTensors& t, const Check& check, const Start& start,
+                const Gate& gate) {
+  const auto gate_any = [&] { return t.x.shape[0] == 0 ? Status::ok() : gate(); };
+  if (s.spread != nullptr || s.tensor != nullptr) return run_together(s, call, t, in_order(check, start, gate_any));
+  SLUICE_TRY(check());
+  if (t.x.shape[0] == 0) return Status::ok();
+  SLUICE_TRY(start());
+  const device::Current current(s.device());
+  SLUICE_TRY(current.status());
+  SLUICE_TRY(gate());
+  return run_routed(s, call, t);
 }
 
 }  // namespace
@@ -183,16 +215,8 @@ Status Layer::forward(const TensorView& x, const TensorView& out, const Routing&
     return Status::ok();
   };
   // x [T,H] -> logits [T,E] -> topk_idx, topk_weight [T,S]
-  const auto gate = [&] { return x.shape[0] == 0 ? Status::ok() : gate_tokens(s, call, x, routing.counters); };
-  if (s.spread != nullptr) return forward_spread(s, call, {x, {}, routing.counters, out}, in_order(check, start, gate));
-
-  SLUICE_TRY(check());
-  if (x.shape[0] == 0) return Status::ok();
-  SLUICE_TRY(start());
-  const device::Current current(s.device());
-  SLUICE_TRY(current.status());
-  SLUICE_TRY(gate());
-  return run_routed(s, call, x, {}, routing.counters, out);
+  const auto gate = [&] { return gate_tokens(s, call, x, routing.counters); };
+  return run_call(s, call, {x, {}, routing.counters, out}, check, start, gate);
 }
 
 Status Layer::forward_routed(const RoutedInput& input, const TensorView& out, const Ctx& ctx) const {
@@ -224,15 +248,7 @@ Status Layer::forward_routed(const RoutedInput& input, const TensorView& out, co
     if (!s.has_shared() || !s.config.has_shared_gate) return Status::ok();
     return s.shared_logits.accepts(x.dtype, shared_logits_args(s, call.b, x));
   };
-  if (s.spread != nullptr)
-    return forward_spread(s, call, {x, input.x_scale, input.counters, out}, in_order(check, start));
-
-  SLUICE_TRY(check());
-  if (x.shape[0] == 0) return Status::ok();
-  SLUICE_TRY(start());
-  const device::Current current(s.device());
-  SLUICE_TRY(current.status());
-  return run_routed(s, call, x, input.x_scale, input.counters, out);
+  return run_call(s, call, {x, input.x_scale, input.counters, out}, check, start, [] { return Status::ok(); });
 }
 
 namespace {

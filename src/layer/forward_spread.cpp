@@ -28,7 +28,7 @@ TensorView slice_scale(TensorView scale, std::int64_t begin, std::int64_t count)
 
 class Rounds {
  public:
-  Rounds(const Layer::State& s, Call& call, const SpreadInput& input)
+  Rounds(const Layer::State& s, Call& call, const CallTensors& input)
       : s_(s), spread_(*s.spread), call_(call), b_(call.spread), input_(input), transport_(*s.options.transport) {}
 
   Status run(const Status& ready) {
@@ -71,7 +71,7 @@ class Rounds {
   const Spread& spread_;
   Call& call_;
   SpreadBuffers& b_;
-  const SpreadInput& input_;
+  const CallTensors& input_;
   Transport& transport_;
   Status declined_;
   std::int64_t num_rounds_ = 1;  // known once every rank has told its T
@@ -213,7 +213,7 @@ Status Rounds::finish(std::int64_t round) {
 
 }  // namespace
 
-Status forward_spread(const Layer::State& s, Call& call, const SpreadInput& input, const Status& ready) {
+Status forward_spread(const Layer::State& s, Call& call, const CallTensors& input, const Status& ready) {
   // A rank that cannot run has no buffers to tell it with: numbers of its own do.
   if (ready.is_ok()) return Rounds(s, call, input).run(ready);
   const std::size_t num_ranks = static_cast<std::size_t>(s.spread->num_ranks);

@@ -6,8 +6,10 @@
 #include <algorithm>
 
 #include "device/device.h"
+#include "layer/agree.h"
 #include "layer/place.h"
 #include "layer/spread.h"
+#include "layer/tensor_parallel.h"
 #include "layer/selection.h"
 #include "layer/tensors.h"
 
@@ -348,9 +350,14 @@ Layer::State::~State() = default;
 
 Result<Layer> Layer::create(const MoeConfig& config, LayerWeights weights, const LayerOptions& options) {
   Result<Layer> made = make(config, std::move(weights), options);
-  // Over several ranks creation is collective, also where it failed.
-  if (options.transport == nullptr || options.transport->num_ranks() == 1 || options.plan_only) return made;
-  SLUICE_TRY(agree(options, made.is_ok() ? made->state_.get() : nullptr, made.status()));
+  if (options.plan_only) return made;
+  // Over several ranks creation is collective, also where it failed. Who fails in the first group tells the second.
+  Status agreed = made.status();
+  const State* const state = made.is_ok() ? made->state_.get() : nullptr;
+  if (options.tensor_transport != nullptr && options.tensor_transport->num_ranks() > 1)
+    agreed = agree_tensor(options, state, agreed);
+  if (options.transport != nullptr && options.transport->num_ranks() > 1) agreed = agree_spread(options, state, agreed);
+  if (!agreed.is_ok()) return agreed;
   return made;
 }
 
@@ -368,6 +375,7 @@ Result<Layer> Layer::make(const MoeConfig& config, LayerWeights weights, const L
   Result<DataPath> path = data_path(options.precision, state->weights.experts);
   if (!path) return path.status().with_context("experts");
   state->path = *path;
+  SLUICE_TRY(plan_tensor(*state));
   SLUICE_TRY(plan_spread(*state));
   if (state->max_rows() > INT32_MAX) {
     return Status(StatusCode::kInvalidArgument,
@@ -385,12 +393,14 @@ Result<Layer> Layer::make(const MoeConfig& config, LayerWeights weights, const L
   }
   SLUICE_TRY(resolve_all(*state));
   if (state->spread != nullptr) SLUICE_TRY(book_spread(*state));
+  if (state->tensor != nullptr) SLUICE_TRY(book_tensor(*state));
 
   // The two kinds of entry points use the same memory in different shapes.
   Arena tokens(nullptr, options.machine.device, &state->items);
   const bool is_spread = state->spread != nullptr;
   lay_out(*state, tokens, options.max_tokens, is_spread ? state->max_rows() : options.max_tokens * config.top_k);
   if (is_spread) lay_out_spread(*state, tokens);
+  if (state->tensor != nullptr) lay_out_tensor(*state, tokens);
   std::int64_t bytes = tokens.used_bytes();
   if (!is_spread && state->max_rows() > options.max_tokens * config.top_k) {
     std::vector<WorkspaceItem> items;

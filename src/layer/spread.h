@@ -53,10 +53,6 @@ Status plan_spread(Layer::State& state);
 SpreadBuffers lay_out_spread(const Layer::State& state, Arena& arena);
 // Resolves what rounds need besides the layer's own stages, and books the stages' scratch for the sizes of a round.
 Status book_spread(Layer::State& state);
-// Every rank's layer must be the same but for the experts it holds: compared field by field. Collective; `made` is how
-// this rank's creation went, and a failure anywhere is one everywhere.
-Status agree(const LayerOptions& options, const Layer::State* state, const Status& made);
-
 // Arguments of the stages of a round.
 exchange::AimArgs aim_args(const Layer::State& state, const SpreadBuffers& b, const ExpertIds& topk_idx,
                            std::int64_t first_token, const TensorView& counters);

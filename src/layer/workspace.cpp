@@ -38,6 +38,11 @@ std::span<std::byte> Arena::take_bytes(std::string_view what, std::int64_t bytes
   return {place, place == nullptr ? 0 : static_cast<std::size_t>(bytes)};
 }
 
+bool Layer::State::has_shared() const {
+  if (config.shared_intermediate == 0 || options.routed_only) return false;
+  return !options.shared_is_whole || options.tensor_transport == nullptr || options.tensor_transport->rank() == 0;
+}
+
 std::int64_t Layer::State::max_rows() const {
   const std::int64_t of_tokens = (spread == nullptr ? options.max_tokens : spread->max_arriving()) * config.top_k;
   return std::max({of_tokens, options.max_rows, num_local(config) * options.max_rows_per_expert});

@@ -26,7 +26,7 @@ class LocalTransport final : public Transport {
     if (!dead_.is_ok()) return dead_;
     const auto bytes = static_cast<std::size_t>(move.send_rows[0].count * move.row_bytes);
     if (bytes > 0) {
-      std::memcpy(move.receive + move.receive_rows[0].begin * move.row_bytes,
+      std::memmove(move.receive + move.receive_rows[0].begin * move.row_bytes,
                   move.send + move.send_rows[0].begin * move.row_bytes, bytes);
     }
     return Ticket{0};

@@ -191,7 +191,7 @@ Result<Transport::Ticket> MpiTransport::begin(const RowMove& rows, Stage stage) 
                                                           move.sent[self], move.expected[self])});
   }
   if (move.sent[self] > 0) {
-    std::memcpy(rows.receive + rows.receive_rows[self].begin * rows.row_bytes,
+    std::memmove(rows.receive + rows.receive_rows[self].begin * rows.row_bytes,
                 rows.send + rows.send_rows[self].begin * rows.row_bytes,
                 static_cast<std::size_t>(move.sent[self] * rows.row_bytes));
   }
