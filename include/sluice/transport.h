@@ -73,5 +73,8 @@ class Transport {
 
 // One rank, which keeps what it has. A layer over one rank never calls its transport.
 std::shared_ptr<Transport> local_transport();
+// `rank` of num_ranks that are not there: for layers with plan_only, to size and explain what a layer over so many ranks
+// would be. Whatever would move is kUnsupported.
+std::shared_ptr<Transport> planned_transport(std::int64_t num_ranks, std::int64_t rank = 0);
 
 }  // namespace sluice

@@ -220,6 +220,17 @@ Status book_spread(Layer::State& state) {
   if (!choice) return choice.status();
   state.spread->arrived_pack.impl = choice->impl;
   book(state, choice->impl, arrived);
+
+  const Spread& spread = *state.spread;
+  StageReport report;
+  report.stage = "exchange";
+  report.impl = std::string(state.options.transport->name());
+  report.configuration = fmt::format(
+      "rank {} of {}, rounds of up to {} tokens a rank; a token goes to up to {} ranks as {} B, a slot returns as {} B",
+      spread.rank, spread.num_ranks, spread.chunk, spread.num_ways, spread.record.bytes,
+      state.config.hidden * size_bytes(state.path.y));
+  report.tensors = fmt::format("up to {} records, {} rows a round", N, max_rows_of_round(state));
+  state.reports.push_back(std::move(report));
   return Status::ok();
 }
 

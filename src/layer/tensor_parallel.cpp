@@ -70,6 +70,13 @@ Status book_tensor(Layer::State& state) {
   state.tensor->add.impl = choice->impl;
   if (choice->impl->scratch_bytes != nullptr)
     state.scratch_bytes = std::max(state.scratch_bytes, choice->impl->scratch_bytes(args, state.options.machine));
+  StageReport report;
+  report.stage = "tensor sum: combine";
+  report.impl = std::string(choice->impl->name);
+  report.configuration = fmt::format("rank {} of {} over {}", state.tensor->rank, state.tensor->num_ranks,
+                                     state.options.tensor_transport->name());
+  report.tensors = fmt::format("partial {} -> out", b.partial.to_string());
+  state.reports.push_back(std::move(report));
   return Status::ok();
 }
 

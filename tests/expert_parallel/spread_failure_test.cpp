@@ -163,23 +163,6 @@ TEST(SpreadFailure, Case120_APeerThatDoesNotComeIsNamedWithinTheTimeOut) {
 }
 
 // Case 84: what 32 ranks of 16 experts and 256 tokens need, by a formula of its own; and linear in the ranks.
-class Planned final : public Transport {
- public:
-  explicit Planned(std::int64_t num_ranks) : num_ranks_(num_ranks) {}
-  std::string_view name() const override { return "planned"; }
-  std::int64_t num_ranks() const override { return num_ranks_; }
-  std::int64_t rank() const override { return 0; }
-  Status exchange_counts(std::span<const std::int64_t>, std::span<std::int64_t>) override { return refuse(); }
-  Result<Ticket> scatter(const RowMove&) override { return refuse(); }
-  Result<Ticket> gather(const RowMove&) override { return refuse(); }
-  Status wait(Ticket) override { return refuse(); }
-  void abandon(const Status&) override {}
-
- private:
-  static Status refuse() { return {StatusCode::kInternal, "planned ranks do not talk"}; }
-  std::int64_t num_ranks_;
-};
-
 std::int64_t planned_bytes(std::int64_t num_ranks, std::int64_t max_tokens, std::int64_t round_bytes,
                            std::int64_t* rounds_of = nullptr) {
   MoeConfig config;
@@ -200,7 +183,7 @@ std::int64_t planned_bytes(std::int64_t num_ranks, std::int64_t max_tokens, std:
   LayerOptions options = options_for(Precision::kW8A8, max_tokens, 1);
   options.plan_only = true;
   options.round_bytes = round_bytes;
-  options.transport = std::make_shared<Planned>(num_ranks);
+  options.transport = planned_transport(num_ranks);
   Result<Layer> layer = Layer::create(config, weights, options);
   EXPECT_TRUE(layer.is_ok()) << layer.status().message();
   if (!layer) return 0;

@@ -98,6 +98,7 @@ Group forward_cut(const RandomLayer& whole, const LayerOptions& options, std::in
 
 MoeConfig wide_config() {
   MoeConfig config = small_config();
+  config.hidden = 128;
   config.intermediate = 384;
   config.shared_intermediate = 256;
   return config;
