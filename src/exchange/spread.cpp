@@ -36,7 +36,7 @@ Status name_first_invalid(const AimArgs& args, std::int64_t num_experts) {
 Status aim(const AimArgs& args) {
   const TensorView& ids = args.topk_idx.view;
   const PlacementIndex& placement = *args.placement;
-  const std::int64_t num_experts = placement.num_experts();
+  const std::int64_t num_experts = std::ssize(placement.replica_begin()) - 1;
   const std::int64_t num_slots = ids.shape[1];
   const std::int64_t num_ways = args.way_rank.shape[1];
   if (args.checked) SLUICE_TRY(name_first_invalid(args, num_experts));
@@ -47,9 +47,9 @@ Status aim(const AimArgs& args) {
       const std::int32_t id = at(ids, t, s);
       std::int32_t rank = -1, local = -1;
       if (id >= 0 && id < num_experts) {
-        const std::int32_t slot = placement.slot(id, args.first_token + t);
+        const std::int32_t slot = placement.slot(id, args.first_token + t + args.rank);
         rank = static_cast<std::int32_t>(placement.rank_of(slot));
-        local = slot - placement.rank_begin(rank);
+        local = slot - args.rank_begin[static_cast<std::size_t>(rank)];
         bool is_new = true;
         for (std::int64_t w = 0; w < ways && is_new; ++w) is_new = at(args.way_rank, t, w) != rank;
         if (is_new) at(args.way_rank, t, ways++) = rank;

@@ -20,18 +20,20 @@ namespace sluice::exchange {
 constexpr std::int64_t num_ways(std::int64_t top_k, std::int64_t num_ranks) { return std::min(top_k, num_ranks); }
 
 // Where each slot is worked on.
-//   slot_rank[t,s], slot_local[t,s] = rank and number there of the physical slot that token first_token + t takes for
-//                                     expert topk_idx[t,s]; -1 where the id is -1, or invalid (then counted)
+//   slot_rank[t,s], slot_local[t,s] = rank and number there of the physical slot that the token takes for expert
+//                                     topk_idx[t,s]; -1 where the id is -1, or invalid (then counted)
 //   way_rank[t,w]                   = the distinct ranks of the token's slots, by first slot; -1 for the rest
 struct AimArgs {
   ExpertIds topk_idx;  // [T,S] i32, logical ids
   const PlacementIndex* placement = nullptr;
-  std::int64_t first_token = 0;
-  TensorView slot_rank;   // [T,S] i32, out
-  TensorView slot_local;  // [T,S] i32, out
-  TensorView way_rank;    // [T,W] i32, out; W = num_ways
-  TensorView counters;    // [kCounters] i64, added to; optional
-  bool checked = false;   // invalid ids are an error naming token, slot and id; nothing is written then
+  std::span<const std::int32_t> rank_begin;  // [P+1] the placement's
+  std::int64_t first_token = 0;              // the number of token 0 in the call, and
+  std::int64_t rank = 0;                     // whose tokens they are: which replica takes them depends on both
+  TensorView slot_rank;                      // [T,S] i32, out
+  TensorView slot_local;                     // [T,S] i32, out
+  TensorView way_rank;                       // [T,W] i32, out; W = num_ways
+  TensorView counters;                       // [kCounters] i64, added to; optional
+  bool checked = false;  // invalid ids are an error naming token, slot and id; nothing is written then
 };
 Status aim(const AimArgs& args);
 

@@ -53,6 +53,7 @@ Status plan_spread(Layer::State& state) {
   state.spread = std::make_unique<Spread>();
   Spread& spread = *state.spread;
   spread.placement = PlacementIndex::of(placement);
+  spread.rank_begin = placement.rank_begin;
   spread.num_ranks = num_ranks;
   spread.rank = rank;
   spread.num_ways = exchange::num_ways(state.config.top_k, num_ranks);
@@ -128,7 +129,9 @@ exchange::AimArgs aim_args(const Layer::State& state, const SpreadBuffers& b, co
   const std::int64_t count = topk_idx.view.shape[0];
   return {.topk_idx = topk_idx,
           .placement = &state.spread->placement,
+          .rank_begin = state.spread->rank_begin,
           .first_token = first_token,
+          .rank = state.spread->rank,
           .slot_rank = b.slot_rank.slice(0, count),
           .slot_local = b.slot_local.slice(0, count),
           .way_rank = b.way_rank.slice(0, count),
