@@ -26,7 +26,8 @@ typedef enum sluice_status {
   SLUICE_IO_ERROR = 5,
   SLUICE_WORKSPACE_TOO_SMALL = 6,
   SLUICE_INTERNAL = 7,
-  SLUICE_OUT_OF_MEMORY = 8 /* of a GPU */
+  SLUICE_OUT_OF_MEMORY = 8, /* of a GPU */
+  SLUICE_PEER_FAILURE = 9   /* another rank is dead, late, or was made for another layer */
 } sluice_status;
 
 /* The numbers are those of sluice::DType. */
