@@ -186,7 +186,7 @@ Outcome bench_ranks(const RanksBench& bench, const Ranks& ranks, bool json) {
   MoeConfig config = bench.subject.config;
   const ExpertRange mine = experts_of_rank(config.num_experts, ranks.num_ranks(), ranks.rank());
   config.first_expert = mine.begin;
-  config.num_local = mine.end - mine.begin;
+  config.num_local = mine.end > mine.begin ? mine.end - mine.begin : kNoExperts;
   const Result<double> link = link_bandwidth(ranks);
   if (!link) return link.status();
   if (ranks.is_first() && json) {

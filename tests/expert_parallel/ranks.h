@@ -21,14 +21,15 @@ struct RankLayer {
 
 inline RankLayer part_of(const RandomLayer& whole, const Placement& placement, std::int64_t rank) {
   RankLayer part{whole.config, whole.weights, {}};
-  part.config.num_local = placement.num_local(rank);
+  const std::int64_t num_slots = placement.num_local(rank);
+  part.config.num_local = num_slots == 0 ? kNoExperts : num_slots;
   FfnWeights& w = part.weights.experts;
   for (TensorView* view : {&w.w13, &w.w13_scale, &w.w13_bias, &w.w2, &w.w2_scale, &w.w2_bias}) {
     if (!view->is_present()) continue;
-    std::vector<std::int64_t> shape = {part.config.num_local};
+    std::vector<std::int64_t> shape = {num_slots};
     for (int axis = 1; axis < view->rank; ++axis) shape.push_back(view->shape[static_cast<std::size_t>(axis)]);
     auto copy = std::make_unique<Buffer>(view->dtype, shape);
-    for (std::int64_t i = 0; i < part.config.num_local; ++i) {
+    for (std::int64_t i = 0; i < num_slots; ++i) {
       const std::int32_t expert = placement.slot_expert[static_cast<std::size_t>(placement.rank_begin[rank] + i)];
       const TensorView from = view->slice(expert, 1);
       std::memcpy(copy->view().row(i), from.data, static_cast<std::size_t>(from.num_bytes()));

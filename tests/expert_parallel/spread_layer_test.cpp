@@ -281,7 +281,7 @@ TEST(SpreadLayer, Case113_CountsThatAllDiffer) {
 }
 
 TEST(SpreadLayer, Case114_ExpertsThatDoNotDivide) {
-  for (const auto& [num_experts, num_ranks] : {std::pair<std::int64_t, std::int64_t>{30, 8}, {5, 2}}) {
+  for (const auto& [num_experts, num_ranks] : {std::pair<std::int64_t, std::int64_t>{30, 8}, {5, 2}, {3, 4}}) {
     MoeConfig config = small_config();
     config.num_experts = num_experts;
     config.top_k = 2;
@@ -293,6 +293,24 @@ TEST(SpreadLayer, Case114_ExpertsThatDoNotDivide) {
     for (std::int64_t rank = 0; rank < num_ranks; ++rank) calls.push_back(call_of(6, 60 + rank));
     expect_alike(forward_spread(ranks, whole, balanced_placement(num_experts, num_ranks), options, calls), whole,
                  options, calls);
+  }
+}
+
+// The fourth rank of three experts holds none, and has tokens all the same.
+TEST(SpreadLayer, Case114_ARankWithoutExpertsInEveryPrecision) {
+  for (const Kind& kind : kKinds) {
+    SCOPED_TRACE(fmt::format("{} {}", to_string(kind.precision), to_string(kind.experts)));
+    MoeConfig config = small_config();
+    config.num_experts = 3;
+    config.top_k = 2;
+    config.gate = gate_preset(GateId::kG8);
+    const RandomLayer whole = layer_of(kind, config);
+    LayerOptions options = options_for(kind.precision, 6, 1);
+    options.max_round_tokens = 4;
+    const ThreadRanks ranks(4);
+    std::vector<RankCall> calls;
+    for (std::int64_t rank = 0; rank < 4; ++rank) calls.push_back(call_of(6 - rank % 2, 65 + rank));
+    expect_alike(forward_spread(ranks, whole, balanced_placement(3, 4), options, calls), whole, options, calls);
   }
 }
 

@@ -192,8 +192,8 @@ Result<Transport::Ticket> MpiTransport::begin(const RowMove& rows, Stage stage) 
   }
   if (move.sent[self] > 0) {
     std::memmove(rows.receive + rows.receive_rows[self].begin * rows.row_bytes,
-                rows.send + rows.send_rows[self].begin * rows.row_bytes,
-                static_cast<std::size_t>(move.sent[self] * rows.row_bytes));
+                 rows.send + rows.send_rows[self].begin * rows.row_bytes,
+                 static_cast<std::size_t>(move.sent[self] * rows.row_bytes));
   }
   return Ticket{static_cast<int>(free - moves_.begin())};
 }
