@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""bench_grid_test.py ROOT SLUICE: the grid of `sluice bench --grid` against bench/peers/, and its pictures as XML.
+"""bench_grid_test.py ROOT SLUICE [CASE]: the grid of `sluice bench --grid` against bench/peers/, and its pictures as XML.
 
 The rows, their routed rows and the figures of a record are computed a second time here, by the Python of bench/peers.
 """
@@ -17,13 +17,16 @@ import xml.etree.ElementTree
 sys.dont_write_bytecode = True
 ROOT, SLUICE = pathlib.Path(sys.argv[1]), sys.argv[2]
 sys.path.insert(0, str(ROOT / "bench" / "peers"))
+sys.path.insert(0, str(ROOT / "scripts" / "internal"))
 
+import gpu_table  # noqa: E402
 import peers_file  # noqa: E402
 import routes  # noqa: E402
 
 SVG = "{http://www.w3.org/2000/svg}"
 SIZES = ["--tokens", "1,3", "--experts", "8", "--memory", "0.08", "--seconds", "0.01", "--device", "cpu", "--threads", "2"]
 TINY = ["--rows", "qwen3-30b,qwen3-30b-bf16", *SIZES]
+ONE = ["--rows", "qwen3-30b", *SIZES[2:], "--tokens", "1"]
 STAGES_WITH_FLOPS = ("layer", "up", "down", "gate.logits", "combine")
 
 
@@ -58,6 +61,13 @@ class Rows(unittest.TestCase):
             wanted.append((row.shape, row.tokens, routes.expert_offsets(row, 0)[-1], weights))
         self.assertEqual(listed, wanted)
 
+    def test_the_lines_are_figures_of_a_record(self):
+        figures = lines_of(sluice("--rows", "qwen3-30b:1,dsv3:32", "--memory", "0.1", "--experts", "16", "--device", "cpu", "--seconds", "0.01", "--json"))
+        table = gpu_table.layer_lines({"bench": {"figures": figures}})
+        self.assertEqual(len(table), 4, table)
+        self.assertRegex(table[2], r"^\| dsv3-e16 \| 32 \| 256 \| not run \|  \|$")
+        self.assertRegex(table[3], r"^\| qwen3-30b-e16 \| 1 \| 8 \| [\d.]+ \| \d+ % \|$")
+
     def test_a_record_gives_the_figures_that_its_lines_give(self):
         for path in sorted((ROOT / "bench" / "results").glob("*.json")):
             record = json.loads(path.read_text())
@@ -70,12 +80,15 @@ class Rows(unittest.TestCase):
             self.assertEqual(found, wanted, path)
 
 
-class Pictures(unittest.TestCase):
+class WithFolder(unittest.TestCase):
     def setUp(self):
         holder = tempfile.TemporaryDirectory()
         self.addCleanup(holder.cleanup)
         self.folder = pathlib.Path(holder.name)
 
+
+
+class Pictures(WithFolder):
     def peers(self):
         """Three figures: two peers at one row, one of them at another too."""
         date = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
@@ -83,14 +96,6 @@ class Pictures(unittest.TestCase):
                    for t, peer, covers, us in ((1, "one peer", "layer", 1234.5), (3, "one peer", "layer", 77777), (3, "other_peer", "gemms", 888.8))]
         path = self.folder / "it's a file.json"
         path.write_text(json.dumps({"form": "sluice-peers", "version": 1, "date": date, "device": "cpu", "figures": figures}))
-        return path
-
-    def programs(self, script):
-        """A folder for PATH with a gnuplot that is this script."""
-        path = self.folder / "bin"
-        path.mkdir()
-        (path / "gnuplot").write_text(f"#!/bin/sh\n{script}\n")
-        (path / "gnuplot").chmod(0o755)
         return path
 
     def test_what_is_drawn(self):
@@ -127,6 +132,15 @@ class Pictures(unittest.TestCase):
             for text in ("1234", "77777", "889") if of_peers else ():
                 self.assertIn(text, said)  # the figures over the bars
 
+class Refusals(WithFolder):
+    def programs(self, script):
+        """A folder for PATH with a gnuplot that is this script."""
+        path = self.folder / "bin"
+        path.mkdir()
+        (path / "gnuplot").write_text(f"#!/bin/sh\n{script}\n")
+        (path / "gnuplot").chmod(0o755)
+        return path
+
     def test_without_gnuplot_nothing_is_measured(self):
         (self.folder / "empty").mkdir()
         out = self.folder / "out"
@@ -142,7 +156,7 @@ class Pictures(unittest.TestCase):
         out.mkdir()
         (out / "roofline.svg").write_text("before")
         path = self.programs('[ "$1" = --version ] && exit 0\necho "half a picture"\necho "no such terminal" >&2\nexit 7')
-        ran = sluice("--rows", "qwen3-30b", *SIZES, "--plot", out, path=path)
+        ran = sluice(*ONE, "--plot", out, path=path)
         self.assertEqual(ran.returncode, 3)
         self.assertIn('roofline.svg: gnuplot ended with exit status 7 and said "no such terminal"', ran.stderr)
         self.assertEqual([(p.name, p.read_text()) for p in out.iterdir()], [("roofline.svg", "before")])
@@ -150,10 +164,18 @@ class Pictures(unittest.TestCase):
     def test_half_a_picture_is_none(self):
         out = self.folder / "out"
         path = self.programs('echo "<svg>"')
-        ran = sluice("--rows", "qwen3-30b", *SIZES, "--plot", out, path=path)
+        ran = sluice(*ONE, "--plot", out, path=path)
         self.assertEqual(ran.returncode, 3)
         self.assertIn("no whole SVG", ran.stderr)
         self.assertEqual(list(out.iterdir()), [])
+
+    def test_a_name_that_is_taken_leaves_no_part(self):
+        out = self.folder / "out"
+        (out / "roofline.svg").mkdir(parents=True)
+        ran = sluice(*ONE, "--plot", out)
+        self.assertEqual(ran.returncode, 3)
+        self.assertIn(f"{out}/roofline.svg: rename failed", ran.stderr)
+        self.assertEqual([path.name for path in out.iterdir()], ["roofline.svg"])
 
     def test_a_gnuplot_that_cannot_answer_is_refused_at_once(self):
         path = self.programs('echo "cannot open display" >&2\nkill -9 $$')
@@ -176,4 +198,4 @@ class Pictures(unittest.TestCase):
 
 
 if __name__ == "__main__":
-    unittest.main(argv=sys.argv[:1])
+    unittest.main(argv=[sys.argv[0], *sys.argv[3:]])
