@@ -24,9 +24,9 @@ import peers_file  # noqa: E402
 import routes  # noqa: E402
 
 SVG = "{http://www.w3.org/2000/svg}"
-SIZES = ["--tokens", "1,3", "--experts", "8", "--memory", "0.08", "--seconds", "0.01", "--device", "cpu", "--threads", "2"]
-TINY = ["--rows", "qwen3-30b,qwen3-30b-bf16", *SIZES]
-ONE = ["--rows", "qwen3-30b", *SIZES[2:], "--tokens", "1"]
+QUICK = ["--experts", "8", "--seconds", "0.01", "--device", "cpu", "--threads", "2"]
+TINY = ["--rows", "qwen3-30b,qwen3-30b-bf16", "--tokens", "1,3", "--memory", "0.076", *QUICK]  # one copy in bf16
+ONE = ["--rows", "qwen3-30b", "--tokens", "1", "--memory", "0.04", *QUICK]
 STAGES_WITH_FLOPS = ("layer", "up", "down", "gate.logits", "combine")
 
 
