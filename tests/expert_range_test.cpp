@@ -79,7 +79,7 @@ TEST(ExpertRange, RangesOutsideTheLayerAreRefusedWithTheNumbers) {
                                      {E, 1},
                                      {0, E + 1},
                                      {E - 1, 2},
-                                     {0, -1},
+                                     {0, -2},
                                      {INT64_MAX, 1},
                                      {1, INT64_MAX}}) {
     LoadOptions options;
