@@ -7,6 +7,7 @@
 #include <set>
 
 #include "commands.h"
+#include "expert_load.h"
 #include "input.h"
 #include "interrupt.h"
 #include "io/hf_config.h"
@@ -49,6 +50,7 @@ struct RunOptions {
   std::int64_t layer = 0;
   std::string input;
   std::string output;
+  std::string record_load;
   std::string precision;
   bool routed_only = false;
   MachineOptions machine;
@@ -129,7 +131,7 @@ struct Totals {
   double seconds = 0;  // in the layer, without reading and writing
 };
 
-Status run_tokens(const Planned& planned, TokenInput& input, const std::string& output, Totals& totals) {
+Status run_tokens(const Planned& planned, TokenInput& input, const RunOptions& options, Totals& totals) {
   const std::int64_t T = input.num_tokens(), H = input.hidden(), S = planned.layer.config().top_k;
   Result<LayerRunner> runner = LayerRunner::create(planned.layer);
   if (!runner) return runner.status();
@@ -166,7 +168,9 @@ Status run_tokens(const Planned& planned, TokenInput& input, const std::string& 
   tensors[0] = {"y", DType::kF32, {T, H}, produce, nullptr};
   tensors[1] = {"topk_idx", DType::kI32, {T, S}, {}, topk_idx.data()};
   tensors[2] = {"topk_weight", DType::kF32, {T, S}, {}, topk_weight.data()};
-  const Status status = io::write_safetensors(output, tensors);
+  const Status status = io::write_safetensors(options.output, tensors);
+  if (status.is_ok() && !options.record_load.empty())
+    SLUICE_TRY(record_load(options.record_load, options.layer, planned.layer.config().num_experts, topk_idx));
   std::copy(chunk.counters, chunk.counters + kNumCounters, totals.counters);
   return status;
 }
@@ -189,6 +193,10 @@ Outcome run(const RunOptions& options, bool json) {
   if (!input) return input.status();
   if (Status s = check_output(options.output, (*input)->path(), options.model); !s.is_ok())
     return Outcome::usage(s.message());
+  if (!options.record_load.empty()) {
+    if (Status s = check_json_output("--record-load", options.record_load, is_load_file); !s.is_ok())
+      return Outcome::usage(s.message());
+  }
   const Precision precision = asked.value_or(default_precision(model->info));
   SLUICE_TRY(check_precision(model->info, precision));
   LayerOptions layer_options;
@@ -216,7 +224,7 @@ Outcome run(const RunOptions& options, bool json) {
       plan(loaded->config, *weights, layer_options, (*input)->num_tokens(), H * (4 + size_bytes((*input)->dtype())));
   if (!planned) return planned.status();
   Totals totals;
-  if (Status s = run_tokens(*planned, **input, options.output, totals); !s.is_ok()) {
+  if (Status s = run_tokens(*planned, **input, options, totals); !s.is_ok()) {
     return is_interrupted() ? interrupted(s) : s;
   }
 
@@ -255,6 +263,7 @@ Outcome run(const RunOptions& options, bool json) {
   }
   for (const std::string& note : loaded->notes) fmt::print("note: {}\n", note);
   fmt::print("{}: y[{},{}] f32, topk_idx, topk_weight\n", options.output, T, H);
+  if (!options.record_load.empty()) fmt::print("{}: tokens per expert, for `sluice eplb`\n", options.record_load);
   fmt::print("{}\n{}: weights {}, workspace {}\n", chosen->describe(), chosen->name(), format_bytes(weight_bytes),
              format_bytes(planned->layer.workspace_bytes()));
   // Nothing ran for no tokens: there is no rate to tell.
@@ -283,6 +292,9 @@ void add_run(CLI::App& app, Command& command) {
       ->type_name("FILE");
   sub->add_option("--output", o->output, "File to write, named *.safetensors; an existing one is replaced")
       ->required()
+      ->type_name("FILE");
+  sub->add_option("--record-load", o->record_load,
+                  "Also write how many tokens each expert got, for `sluice eplb`; a file named *.json")
       ->type_name("FILE");
   sub->add_option("--precision", o->precision, "w8a8, w8a16, bf16 or f32")->type_name("P");
   sub->add_flag("--routed-only", o->routed_only, "Leave the shared expert out of y");
