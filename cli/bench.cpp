@@ -6,6 +6,7 @@
 
 #include "bench_cpu.h"
 #include "bench_cuda.h"
+#include "bench_ranks.h"
 #include "commands.h"
 #include "cpu/ceilings.h"
 #include "progress.h"
@@ -42,8 +43,14 @@ On a GPU (--device cuda, and auto where GPU 0 can run the layer) a row is the re
 one for each stage, on the same bytes each time, and one for the layer, on other routed experts each time. The layer
 must first have the bits of its stages. All experts are kept; --memory and --threads concern the CPU alone.
 
+With --ep, under mpirun, the layer runs over the ranks, --tokens on each, with random weights. LAYER is the median of a
+forward on rank 0; DISPATCH what of it went into telling counts and sending tokens, COMBINE into getting rows back, EXPERTS
+the rest; BYTES THERE and BACK are what rank 0 sent to others; LINK is their sum over DISPATCH + COMBINE, as a share of what
+a rank can send and receive at once, measured first.
+
 Examples:
   sluice bench --like qwen3-30b
+  mpirun -n 2 sluice bench --ep --like qwen3-30b --tokens 128 --precision w8a8 --threads 1
   sluice bench --like deepseek-v3 --tokens 1 --precision w8a8 --threads 2
   sluice bench --like deepseek-v3 --tokens 1,128,8192 --precision w8a8 --device cuda --stages
   sluice bench --model data/tiny-dsv3 --layer 1 --tokens 512 --route zipf --json
@@ -60,6 +67,7 @@ struct BenchOptions {
   double memory_gb = 0;
   std::uint64_t seed = 1;
   MachineOptions machine;
+  RankOptions ranks;
 };
 
 constexpr double kSteadyCeiling = 0.15;  // repeated ceilings further apart than this are warned of
@@ -281,6 +289,17 @@ Outcome bench_cpu(const Work& work) {
   return kExitCheckFailed;
 }
 
+// Over the ranks that mpirun started. What cannot run is refused by each layer's creation, on every rank.
+Outcome bench_spread(const Work& work) {
+  const BenchOptions& o = work.options;
+  if (work.chosen.is_gpu()) return Outcome::usage("--ep: rows go between ranks on CPUs so far; --device cpu");
+  Result<Ranks> ranks = Ranks::start(o.ranks);
+  if (!ranks) return ranks.status();
+  const RanksBench bench{work.subject,        work.precisions, work.tokens, work.selection,
+                         work.chosen.machine, o.routed_only,   o.seconds,   o.seed};
+  return bench_ranks(bench, *ranks, work.json);
+}
+
 Outcome bench(const BenchOptions& options, bool json) {
   Result<std::map<std::string, Selection>> selection = parse_selection(options.machine.impl);
   if (!selection) return Outcome::usage(selection.status().message());
@@ -316,9 +335,10 @@ Outcome bench(const BenchOptions& options, bool json) {
       if (!all) return can;
       continue;
     }
-    SLUICE_TRY(check_plan(work, precision).with_context(to_string(precision)));
+    if (!options.ranks.spread) SLUICE_TRY(check_plan(work, precision).with_context(to_string(precision)));
     work.precisions.push_back(precision);
   }
+  if (options.ranks.spread) return bench_spread(work);
   if (!json) {
     const MoeConfig& c = work.subject.config;
     fmt::print("{}: E={} S={} H={} I={} shared I={}, route {}\n", work.subject.title, c.num_experts, c.top_k, c.hidden,
@@ -354,6 +374,7 @@ void add_bench(CLI::App& app, Command& command) {
   add_impl(*sub, o->machine);
   add_device(*sub, o->machine);
   add_threads(*sub, o->machine);
+  add_ranks(*sub, o->ranks);
   sub->add_flag("--json", command.json, "Print one JSON object per line: ceilings, then a row each, then the goals");
   sub->callback([&command, o] { command.run = [&command, o] { return bench(*o, command.json); }; });
 }

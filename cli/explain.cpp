@@ -24,6 +24,7 @@ Examples:
   sluice explain --like deepseek-v3 --tokens 1 --precision w8a8
   sluice explain --like deepseek-v3 --precision all
   sluice explain --like deepseek-v3 --impl grouped_gemm=reference
+  sluice explain --like deepseek-v3 --tokens 4096 --ep 8 --device cpu
   SLUICE_DISABLE=cuda-wgmma sluice explain --like deepseek-v3 --device cuda
 )";
 
@@ -32,6 +33,7 @@ struct ExplainOptions {
   std::int64_t tokens = 512;
   std::string precision;  // empty: the one `run` would pick
   bool routed_only = false;
+  std::int64_t num_ranks = 1;
   MachineOptions machine;
 };
 
@@ -154,14 +156,21 @@ Outcome explain(const ExplainOptions& options, bool json) {
   Result<ChosenMachine> chosen = choose_machine(options.machine, usage);
   if (!chosen) return usage ? Outcome::usage(chosen.status().message()) : Outcome(chosen.status());
   const Machine machine = options.machine.host();
-  const MoeConfig& c = subject->config;
+  MoeConfig c = subject->config;
+  // The first of the ranks has as many experts as any.
+  if (options.num_ranks > 1) c.num_local = experts_of_rank(c.num_experts, options.num_ranks, 0).end;
   const std::string legend =
       fmt::format("T={} R=T*S={} E={} S={} H={} I={} shared I={}", options.tokens, options.tokens * c.top_k,
                   c.num_experts, c.top_k, c.hidden, c.intermediate, c.shared_intermediate);
   Json document = {{"subject", subject->title},      {"tokens", options.tokens},       {"simd", machine.simd},
                    {"threads", machine.num_threads}, {"device", device_json(*chosen)}, {"gpus", gpus_json()},
                    {"config", config_json(c)}};
+  if (options.num_ranks > 1) {
+    document["ranks"] = options.num_ranks;
+    document["experts_of_rank_0"] = c.num_local;
+  }
   if (!json) {
+    if (options.num_ranks > 1) fmt::print("rank 0 of {}: L={} experts\n", options.num_ranks, c.num_local);
     fmt::print("{}: {}\ngate {}; activation {}\n", subject->title, legend, describe(c.gate), describe(c.activation));
     print_devices(*chosen, machine);
   }
@@ -185,6 +194,7 @@ Outcome explain(const ExplainOptions& options, bool json) {
     layer_options.routed_only = options.routed_only;
     layer_options.machine = chosen->machine;
     layer_options.selection = *selection;
+    layer_options.transport = planned_transport(options.num_ranks);
     Result<Layer> layer = plan_layer(c, subject->experts_for(precision), subject->shared_for(precision), layer_options);
     if (!layer) return layer.status().with_context(std::string(to_string(precision)));
     ++num_run;
@@ -209,6 +219,10 @@ void add_explain(CLI::App& app, Command& command) {
                   "all, or a list of w8a8, w8a16, bf16, f32; default: the one `run` would pick")
       ->type_name("LIST");
   sub->add_flag("--routed-only", o->routed_only, "Leave the shared expert out");
+  sub->add_option("--ep", o->num_ranks,
+                  "Experts spread over P ranks, each with up to T tokens: what the first of them would take [1]")
+      ->check(whole_number(1, 4096))
+      ->type_name("P");
   add_impl(*sub, o->machine);
   add_device(*sub, o->machine);
   add_threads(*sub, o->machine);

@@ -13,6 +13,7 @@
 #include <string_view>
 
 #include "commands.h"
+#include "ranks.h"
 
 namespace {
 
@@ -112,6 +113,7 @@ void occupy_standard_streams() {
 
 // A full disk or a closed stream shows only when the buffer is written: a result that did not arrive is no success.
 int finish(int exit_code) {
+  sluice::cli::end_ranks();
   if (std::fflush(stdout) == 0 && std::ferror(stdout) == 0) return exit_code;
   sluice::cli::say(fmt::format("sluice: error: cannot write to the standard output: {}\n", std::strerror(errno)));
   return exit_code == sluice::cli::kExitOk ? sluice::cli::kExitInternal : exit_code;

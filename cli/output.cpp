@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <cstdio>
 
+#include "ranks.h"
+
 namespace sluice::cli {
 
 namespace {
@@ -36,8 +38,12 @@ Outcome Outcome::usage(std::string message) {
 
 int report(const Outcome& outcome, bool json) {
   if (outcome.status.is_ok()) return outcome.exit_code;
-  say(fmt::format("sluice: error: {}\n", printable(outcome.status.message())));
-  if (json) {
+  if (is_first_process()) {
+    say(fmt::format("sluice: error: {}\n", printable(outcome.status.message())));
+  } else if (outcome.status.code() != StatusCode::kPeerFailure) {
+    say(fmt::format("sluice: error: rank {}: {}\n", rank_of_process(), printable(outcome.status.message())));
+  }
+  if (json && is_first_process()) {
     print_json({{"error",
                  {{"code", to_string(outcome.status.code())},
                   {"message", outcome.status.message()},

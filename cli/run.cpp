@@ -15,6 +15,7 @@
 #include "layer_runner.h"
 #include "options.h"
 #include "progress.h"
+#include "ranks.h"
 #include "subject.h"
 
 namespace sluice::cli {
@@ -43,6 +44,11 @@ Precisions (default: w8a8 for e4m3 experts, else bf16, f32 for f32 experts):
 Examples:
   sluice run --model data/tiny-dsv3 --layer 1 --input data/tiny-dsv3/golden.safetensors:layer1.x --output y.safetensors
   sluice run --model M --layer 3 --input x.npy --output y.safetensors --precision f32 --impl grouped_gemm=reference
+  mpirun -n 4 sluice run --ep --model M --layer 3 --input x.npy --output y.safetensors --threads 8
+
+With --ep the ranks that mpirun starts share the experts and the tokens; the first writes the output of all, to the bits
+of a run of one. --threads is for each rank. A rank that fails or does not answer within --timeout ends the others with
+an error, and nothing is written.
 )";
 
 struct RunOptions {
@@ -54,6 +60,7 @@ struct RunOptions {
   std::string precision;
   bool routed_only = false;
   MachineOptions machine;
+  RankOptions ranks;
 };
 
 // Scratch the run may use beside the weights; with input and output chunks it stays well inside the promised 200 MB. On a
@@ -108,21 +115,34 @@ Status check_output(const std::string& output, const std::string& input, const s
 
 struct Planned {
   Layer layer;
-  std::int64_t chunk;
+  std::int64_t chunk;  // tokens of a rank at a time
 };
 
-// The largest chunk of tokens whose buffers fit.
-Result<Planned> plan(const MoeConfig& config, const LayerWeights& weights, LayerOptions options,
+// The largest chunk of tokens whose buffers fit, the same on every rank.
+Result<Planned> plan(const MoeConfig& config, const LayerWeights& weights, LayerOptions options, const Ranks& ranks,
                      std::int64_t num_tokens, std::int64_t row_bytes) {
   const std::int64_t limit = options.machine.device.kind == DeviceKind::kCuda ? kGpuChunkBytes : kChunkBytes;
-  std::int64_t chunk = std::min(std::max<std::int64_t>(num_tokens, 1), kMaxChunk);
+  options.transport = ranks.transport();
+  options.round_bytes = limit / 2;
+  options.plan_only = true;
+  options.max_tokens = std::clamp<std::int64_t>(ceil_div(num_tokens, ranks.num_ranks()), 1, kMaxChunk);
+  Status fits;
   while (true) {
-    options.max_tokens = chunk;
     Result<Layer> layer = Layer::create(config, weights, options);
-    if (!layer) return layer.status();
-    if (chunk == 1 || layer->workspace_bytes() + chunk * row_bytes <= limit) return Planned{std::move(*layer), chunk};
-    chunk = (chunk + 1) / 2;
+    fits = layer.status();
+    if (!layer || options.max_tokens == 1) break;
+    // The first of several ranks holds the rows of all.
+    if (layer->workspace_bytes() + options.max_tokens * ranks.num_ranks() * row_bytes <= limit) break;
+    options.max_tokens = (options.max_tokens + 1) / 2;
   }
+  SLUICE_TRY(ranks.agree(fits));
+  Result<std::int64_t> chunk = ranks.smallest(options.max_tokens);
+  if (!chunk) return chunk.status();
+  options.max_tokens = *chunk;
+  options.plan_only = false;
+  Result<Layer> layer = Layer::create(config, weights, options);
+  if (!layer) return layer.status();
+  return Planned{std::move(*layer), *chunk};
 }
 
 struct Totals {
@@ -131,48 +151,186 @@ struct Totals {
   double seconds = 0;  // in the layer, without reading and writing
 };
 
-Status run_tokens(const Planned& planned, TokenInput& input, const RunOptions& options, Totals& totals) {
+// This rank's share of the tokens [begin, begin + count), in a forward that all ranks make.
+Status forward_share(const Planned& planned, const Ranks& ranks, LayerRunner& runner, TokenInput& input,
+                     std::int64_t begin, std::int64_t count, std::vector<std::byte>& rows, LayerOutput& output,
+                     Totals& totals) {
+  const std::int64_t H = input.hidden(), S = planned.layer.config().top_k;
+  const ExpertRange share = experts_of_rank(count, ranks.num_ranks(), ranks.rank());  // the balanced split of anything
+  const std::int64_t tokens = share.end - share.begin;
+  SLUICE_TRY(ranks.agree(is_interrupted() ? Status(StatusCode::kIoError, kInterrupted)
+                                          : input.read(begin + share.begin, tokens, rows.data())));
+  output.y.resize(static_cast<std::size_t>(tokens * H));
+  output.topk_idx.resize(static_cast<std::size_t>(tokens * S));
+  output.topk_weight.resize(output.topk_idx.size());
+  const auto start = std::chrono::steady_clock::now();
+  SLUICE_TRY(runner.forward(TensorView::dense(rows.data(), input.dtype(), {tokens, H}), output));
+  totals.seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  return Status::ok();
+}
+
+// Chunk after chunk, the first rank writing what all of them made.
+Status run_tokens(const Planned& planned, const Ranks& ranks, TokenInput& input, const RunOptions& options,
+                  Totals& totals) {
   const std::int64_t T = input.num_tokens(), H = input.hidden(), S = planned.layer.config().top_k;
+  const std::int64_t step = planned.chunk * ranks.num_ranks();
   Result<LayerRunner> runner = LayerRunner::create(planned.layer);
-  if (!runner) return runner.status();
+  SLUICE_TRY(ranks.agree(runner.status()));
   std::vector<std::byte> rows(static_cast<std::size_t>(planned.chunk * H * size_bytes(input.dtype())));
-  std::vector<std::int32_t> topk_idx(static_cast<std::size_t>(T * S));
+  LayerOutput mine;
+  std::vector<float> y;  // of all ranks, on the first
+  std::vector<std::int32_t> topk_idx(ranks.is_first() ? static_cast<std::size_t>(T * S) : 0);
   std::vector<float> topk_weight(topk_idx.size());
-  LayerOutput chunk;
   Progress progress("tokens", Progress::Unit::kItems);
 
-  const auto produce = [&](const std::function<Status(std::span<const std::byte>)>& sink) -> Status {
-    for (std::int64_t begin = 0; begin < T; begin += planned.chunk) {
-      const std::int64_t count = std::min(planned.chunk, T - begin);
-      if (is_interrupted()) return Status(StatusCode::kIoError, kInterrupted);
-      progress.update(begin, T);
-      SLUICE_TRY(input.read(begin, count, rows.data()));
-      chunk.y.resize(static_cast<std::size_t>(count * H));
-      chunk.topk_idx.resize(static_cast<std::size_t>(count * S));
-      chunk.topk_weight.resize(chunk.topk_idx.size());
-      const auto start = std::chrono::steady_clock::now();
-      SLUICE_TRY(runner->forward(TensorView::dense(rows.data(), input.dtype(), {count, H}), chunk));
-      totals.seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-      std::copy(chunk.topk_idx.begin(), chunk.topk_idx.end(), topk_idx.begin() + begin * S);
-      std::copy(chunk.topk_weight.begin(), chunk.topk_weight.end(), topk_weight.begin() + begin * S);
-      for (std::int64_t t = 0; t < count; ++t) {
-        const float* y = chunk.y.data() + t * H;
-        totals.nan_tokens += std::any_of(y, y + H, [](float v) { return !std::isfinite(v); }) ? 1 : 0;
-      }
-      SLUICE_TRY(sink(std::as_bytes(std::span(chunk.y))));
+  const auto chunk = [&](std::int64_t begin, std::int64_t count) -> Status {
+    if (ranks.is_first()) progress.update(begin, T);
+    SLUICE_TRY(forward_share(planned, ranks, *runner, input, begin, count, rows, mine, totals));
+    if (ranks.is_first()) y.resize(static_cast<std::size_t>(count * H));
+    const std::int64_t tokens = std::ssize(mine.topk_idx) / S;
+    std::byte* const idx_rows = reinterpret_cast<std::byte*>(topk_idx.data() + (ranks.is_first() ? begin * S : 0));
+    std::byte* const weight_rows =
+        reinterpret_cast<std::byte*>(topk_weight.data() + (ranks.is_first() ? begin * S : 0));
+    const auto collect = [&](const void* part, std::int64_t row_bytes, std::byte* whole) {
+      return ranks.collect(static_cast<const std::byte*>(part), tokens, row_bytes, whole);
+    };
+    SLUICE_TRY(collect(mine.y.data(), H * 4, reinterpret_cast<std::byte*>(y.data())));
+    SLUICE_TRY(collect(mine.topk_idx.data(), S * 4, idx_rows));
+    SLUICE_TRY(collect(mine.topk_weight.data(), S * 4, weight_rows));
+    for (std::int64_t t = 0; ranks.is_first() && t < count; ++t) {
+      const float* token = y.data() + t * H;
+      totals.nan_tokens += std::any_of(token, token + H, [](float v) { return !std::isfinite(v); }) ? 1 : 0;
     }
-    return {};
+    return Status::ok();
   };
-  // y comes first: by the time the other two are written, the forwards have filled them.
-  std::vector<io::TensorToWrite> tensors(3);
-  tensors[0] = {"y", DType::kF32, {T, H}, produce, nullptr};
-  tensors[1] = {"topk_idx", DType::kI32, {T, S}, {}, topk_idx.data()};
-  tensors[2] = {"topk_weight", DType::kF32, {T, S}, {}, topk_weight.data()};
-  const Status status = io::write_safetensors(options.output, tensors);
-  if (status.is_ok() && !options.record_load.empty())
-    SLUICE_TRY(record_load(options.record_load, options.layer, planned.layer.config().num_experts, topk_idx));
-  std::copy(chunk.counters, chunk.counters + kNumCounters, totals.counters);
-  return status;
+  // Every rank stops at the first failure that all have heard of; one that only the first knows of is told at the end.
+  Status status;
+  bool all_know = false;
+  if (ranks.is_first()) {
+    const auto produce = [&](const std::function<Status(std::span<const std::byte>)>& sink) -> Status {
+      for (std::int64_t begin = 0; begin < T; begin += step) {
+        Status done = chunk(begin, std::min(step, T - begin));
+        if (done.is_ok()) done = ranks.agree(sink(std::as_bytes(std::span(y))));
+        all_know = !done.is_ok();
+        SLUICE_TRY(done);
+      }
+      return {};
+    };
+    // y comes first: by the time the other two are written, the forwards have filled them.
+    std::vector<io::TensorToWrite> tensors(3);
+    tensors[0] = {"y", DType::kF32, {T, H}, produce, nullptr};
+    tensors[1] = {"topk_idx", DType::kI32, {T, S}, {}, topk_idx.data()};
+    tensors[2] = {"topk_weight", DType::kF32, {T, S}, {}, topk_weight.data()};
+    status = io::write_safetensors(options.output, tensors);
+    if (status.is_ok() && !options.record_load.empty())
+      status = record_load(options.record_load, options.layer, planned.layer.config().num_experts, topk_idx);
+  } else {
+    for (std::int64_t begin = 0; begin < T && status.is_ok(); begin += step) {
+      status = chunk(begin, std::min(step, T - begin));
+      if (status.is_ok()) status = ranks.agree({});
+    }
+    all_know = !status.is_ok();
+  }
+  SLUICE_TRY(all_know ? status : ranks.agree(status));
+  for (int i = 0; i < kNumCounters; ++i) {
+    const Result<std::int64_t> sum = ranks.sum(mine.counters[i]);
+    if (!sum) return sum.status();
+    totals.counters[i] = *sum;
+  }
+  return Status::ok();
+}
+
+void print_report(const RunOptions& options, bool json, const Ranks& ranks, const Planned& planned,
+                  const TokenInput& input, const ChosenMachine& chosen, Precision precision, const LoadedLayer& loaded,
+                  std::int64_t weight_bytes, const Totals& totals) {
+  const std::int64_t T = input.num_tokens(), H = input.hidden();
+  const std::int64_t non_finite = totals.counters[static_cast<int>(Counter::kNonFiniteTokens)];
+  const double rate = totals.seconds > 0 ? static_cast<double>(T) / totals.seconds : 0;
+  if (json) {
+    Json impls = Json::object();
+    for (const StageReport& stage : planned.layer.stages()) impls[stage.stage] = stage.impl;
+    print_json({{"model", options.model},
+                {"layer", options.layer},
+                {"precision", to_string(precision)},
+                {"input", input.name()},
+                {"output", options.output},
+                {"tokens", T},
+                {"hidden", H},
+                {"top_k", loaded.config.top_k},
+                {"chunk_tokens", planned.chunk},
+                {"device", device_json(chosen)},
+                {"threads", planned.layer.options().machine.num_threads},
+                {"ranks", ranks.num_ranks()},
+                {"transport", ranks.transport()->name()},
+                {"weight_bytes", weight_bytes},
+                {"seconds", totals.seconds},
+                {"tokens_per_s", rate},
+                {"workspace_bytes", planned.layer.workspace_bytes()},
+                {"non_finite_output_tokens", totals.nan_tokens},
+                {"non_finite_score_tokens", non_finite},
+                {"invalid_ids", totals.counters[static_cast<int>(Counter::kInvalidIds)]},
+                {"nan_weights", loaded.num_nan},
+                {"notes", loaded.notes},
+                {"implementations", impls}});
+    return;
+  }
+  for (const std::string& note : loaded.notes) fmt::print("note: {}\n", note);
+  fmt::print("{}: y[{},{}] f32, topk_idx, topk_weight\n", options.output, T, H);
+  if (!options.record_load.empty()) fmt::print("{}: tokens per expert, for `sluice eplb`\n", options.record_load);
+  const std::string of_first = ranks.num_ranks() == 1 ? "" : " on rank 0";
+  if (ranks.num_ranks() > 1) {
+    fmt::print("{} ranks over {}, {} of {} experts on rank 0\n", ranks.num_ranks(), ranks.transport()->name(),
+               num_local(loaded.config), loaded.config.num_experts);
+  }
+  fmt::print("{}\n{}: weights {}, workspace {}{}\n", chosen.describe(), chosen.name(), format_bytes(weight_bytes),
+             format_bytes(planned.layer.workspace_bytes()), of_first);
+  // Nothing ran for no tokens: there is no rate to tell.
+  const std::string timing = T == 0
+                                 ? ""
+                                 : fmt::format(" in {} ({:.0f} tok/s{}), chunks of {}", format_seconds(totals.seconds),
+                                               rate, chosen.is_gpu() ? ", copies included" : "", planned.chunk);
+  fmt::print("layer {} in {}, {} tokens{}\n", options.layer, to_string(precision), format_count(T), timing);
+}
+
+// What a rank needs before the weights are read.
+struct Ready {
+  ChosenMachine chosen;
+  std::unique_ptr<TokenInput> input;
+  Precision precision;
+  LayerOptions layer_options;
+  Subject subject;
+};
+
+Result<Ready> prepare(const RunOptions& options, const std::map<std::string, Selection>& selection,
+                      const std::optional<Precision>& asked, bool& usage) {
+  Result<ChosenMachine> chosen = choose_machine(options.machine, usage);
+  if (!chosen) return chosen.status();
+  Result<ModelLayer> model = open_layer(options.model, options.layer);
+  if (!model) return model.status();
+  auto input = TokenInput::open(options.input, model->info.config.hidden);
+  if (!input) return input.status();
+  if (Status s = check_output(options.output, (*input)->path(), options.model); !s.is_ok()) {
+    usage = true;
+    return s;
+  }
+  if (!options.record_load.empty()) {
+    if (Status s = check_json_output("--record-load", options.record_load, is_load_file); !s.is_ok()) {
+      usage = true;
+      return s;
+    }
+  }
+  const Precision precision = asked.value_or(default_precision(model->info));
+  SLUICE_TRY(check_precision(model->info, precision));
+  LayerOptions layer_options;
+  layer_options.precision = precision;
+  layer_options.routed_only = options.routed_only;
+  layer_options.machine = chosen->machine;
+  layer_options.selection = selection;
+  layer_options.max_tokens = 1;
+  Subject subject = subject_of(std::move(*model), options.model);
+  SLUICE_TRY(plan_layer(subject.config, subject.experts_for(precision), subject.shared_for(precision), layer_options)
+                 .status());
+  return Ready{std::move(*chosen), std::move(*input), precision, std::move(layer_options), std::move(subject)};
 }
 
 Outcome run(const RunOptions& options, bool json) {
@@ -184,94 +342,43 @@ Outcome run(const RunOptions& options, bool json) {
     if (!parsed) return Outcome::usage(parsed.status().message());
     asked = *parsed;
   }
+  Result<Ranks> ranks = Ranks::start(options.ranks);
+  if (!ranks) return ranks.status();
   bool usage = false;
-  Result<ChosenMachine> chosen = choose_machine(options.machine, usage);
-  if (!chosen) return usage ? Outcome::usage(chosen.status().message()) : Outcome(chosen.status());
-  Result<ModelLayer> model = open_layer(options.model, options.layer);
-  if (!model) return model.status();
-  auto input = TokenInput::open(options.input, model->info.config.hidden);
-  if (!input) return input.status();
-  if (Status s = check_output(options.output, (*input)->path(), options.model); !s.is_ok())
-    return Outcome::usage(s.message());
-  if (!options.record_load.empty()) {
-    if (Status s = check_json_output("--record-load", options.record_load, is_load_file); !s.is_ok())
-      return Outcome::usage(s.message());
-  }
-  const Precision precision = asked.value_or(default_precision(model->info));
-  SLUICE_TRY(check_precision(model->info, precision));
-  LayerOptions layer_options;
-  layer_options.precision = precision;
-  layer_options.routed_only = options.routed_only;
-  layer_options.machine = chosen->machine;
-  layer_options.selection = *selection;
-  layer_options.max_tokens = 1;
-  const Subject subject = subject_of(std::move(*model), options.model);
-  SLUICE_TRY(plan_layer(subject.config, subject.experts_for(precision), subject.shared_for(precision), layer_options)
-                 .status());
+  Result<Ready> ready = prepare(options, *selection, asked, usage);
+  if (Status s = ranks->agree(ready.status()); !s.is_ok()) return usage ? Outcome::usage(s.message()) : Outcome(s);
+
+  SLUICE_TRY(ranks->same(ready->input->num_tokens(), "tokens in its input"));
 
   catch_interrupts();
-  Result<LoadedLayer> loaded = load_layer(*subject.model, precision, options.routed_only);
-  if (!loaded) return is_interrupted() ? interrupted(Status(StatusCode::kIoError, kInterrupted)) : loaded.status();
+  const auto or_interrupted = [](const Status& status) {
+    return is_interrupted() ? interrupted(Status(StatusCode::kIoError, kInterrupted)) : Outcome(status);
+  };
+  const ExpertRange experts = experts_of_rank(ready->subject.config.num_experts, ranks->num_ranks(), ranks->rank());
+  Result<LoadedLayer> loaded = load_layer(*ready->subject.model, ready->precision, options.routed_only, experts);
+  if (Status s = ranks->agree(loaded.status()); !s.is_ok()) return or_interrupted(s);
   for (const std::string& tensor : loaded->nan_tensors) warn("NaN weights: " + tensor);
   const std::int64_t weight_bytes = num_bytes(loaded->weights);
-  Result<LayerWeights> weights = place_weights(std::move(loaded->weights), *chosen);
-  if (!weights)
-    return is_interrupted() ? interrupted(Status(StatusCode::kIoError, kInterrupted)) : Outcome(weights.status());
+  Result<LayerWeights> weights = place_weights(std::move(loaded->weights), ready->chosen);
+  if (Status s = ranks->agree(weights.status()); !s.is_ok()) return or_interrupted(s);
   loaded->weights = {};
 
-  const std::int64_t H = (*input)->hidden();
-  Result<Planned> planned =
-      plan(loaded->config, *weights, layer_options, (*input)->num_tokens(), H * (4 + size_bytes((*input)->dtype())));
+  TokenInput& input = *ready->input;
+  Result<Planned> planned = plan(loaded->config, *weights, ready->layer_options, *ranks, input.num_tokens(),
+                                 input.hidden() * (4 + size_bytes(input.dtype())));
   if (!planned) return planned.status();
   Totals totals;
-  if (Status s = run_tokens(*planned, **input, options, totals); !s.is_ok()) {
-    return is_interrupted() ? interrupted(s) : s;
-  }
+  if (Status s = run_tokens(*planned, *ranks, input, options, totals); !s.is_ok())
+    return is_interrupted() ? interrupted(s) : Outcome(s);
+  if (!ranks->is_first()) return kExitOk;
 
-  const std::int64_t T = (*input)->num_tokens();
+  const std::int64_t T = input.num_tokens();
   const std::int64_t non_finite = totals.counters[static_cast<int>(Counter::kNonFiniteTokens)];
   if (totals.nan_tokens > 0) warn(fmt::format("{} of {} tokens have NaN or infinite outputs", totals.nan_tokens, T));
   if (non_finite > 0) {
     warn(fmt::format("{} of {} tokens had fewer than {} experts of finite score", non_finite, T, loaded->config.top_k));
   }
-  const double rate = totals.seconds > 0 ? static_cast<double>(T) / totals.seconds : 0;
-  if (json) {
-    Json impls = Json::object();
-    for (const StageReport& stage : planned->layer.stages()) impls[stage.stage] = stage.impl;
-    print_json({{"model", options.model},
-                {"layer", options.layer},
-                {"precision", to_string(precision)},
-                {"input", (*input)->name()},
-                {"output", options.output},
-                {"tokens", T},
-                {"hidden", H},
-                {"top_k", loaded->config.top_k},
-                {"chunk_tokens", planned->chunk},
-                {"device", device_json(*chosen)},
-                {"threads", layer_options.machine.num_threads},
-                {"weight_bytes", weight_bytes},
-                {"seconds", totals.seconds},
-                {"tokens_per_s", rate},
-                {"workspace_bytes", planned->layer.workspace_bytes()},
-                {"non_finite_output_tokens", totals.nan_tokens},
-                {"non_finite_score_tokens", non_finite},
-                {"invalid_ids", totals.counters[static_cast<int>(Counter::kInvalidIds)]},
-                {"nan_weights", loaded->num_nan},
-                {"notes", loaded->notes},
-                {"implementations", impls}});
-    return kExitOk;
-  }
-  for (const std::string& note : loaded->notes) fmt::print("note: {}\n", note);
-  fmt::print("{}: y[{},{}] f32, topk_idx, topk_weight\n", options.output, T, H);
-  if (!options.record_load.empty()) fmt::print("{}: tokens per expert, for `sluice eplb`\n", options.record_load);
-  fmt::print("{}\n{}: weights {}, workspace {}\n", chosen->describe(), chosen->name(), format_bytes(weight_bytes),
-             format_bytes(planned->layer.workspace_bytes()));
-  // Nothing ran for no tokens: there is no rate to tell.
-  const std::string timing = T == 0
-                                 ? ""
-                                 : fmt::format(" in {} ({:.0f} tok/s{}), chunks of {}", format_seconds(totals.seconds),
-                                               rate, chosen->is_gpu() ? ", copies included" : "", planned->chunk);
-  fmt::print("layer {} in {}, {} tokens{}\n", options.layer, to_string(precision), format_count(T), timing);
+  print_report(options, json, *ranks, *planned, input, ready->chosen, ready->precision, *loaded, weight_bytes, totals);
   return kExitOk;
 }
 
@@ -301,6 +408,7 @@ void add_run(CLI::App& app, Command& command) {
   add_impl(*sub, o->machine);
   add_device(*sub, o->machine);
   add_threads(*sub, o->machine);
+  add_ranks(*sub, o->ranks);
   add_json(*sub, command);
   sub->callback([&command, o] { command.run = [&command, o] { return run(*o, command.json); }; });
 }

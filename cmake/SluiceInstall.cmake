@@ -1,6 +1,10 @@
 # `cmake --install` lays down the library, its headers, the command and a package file for find_package(sluice).
 include(CMakePackageConfigHelpers)
-install(TARGETS sluice EXPORT sluice-targets
+set(SLUICE_INSTALLED sluice)
+if(SLUICE_WITH_MPI)
+  list(APPEND SLUICE_INSTALLED sluice_mpi)
+endif()
+install(TARGETS ${SLUICE_INSTALLED} EXPORT sluice-targets
         RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR}
         LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR}
         ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR})

@@ -99,6 +99,7 @@ TEST_F(CApiDevice, GpusThatAreNotThereAreRefusedInWords) {
   EXPECT_EQ(sluice_num_gpus(nullptr), 0);
   sluice_context_set_stream(nullptr, nullptr);
   EXPECT_STREQ(sluice_status_name(SLUICE_OUT_OF_MEMORY), "out of memory");
+  EXPECT_STREQ(sluice_status_name(SLUICE_PEER_FAILURE), "peer failure");
 }
 
 }  // namespace

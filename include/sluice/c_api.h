@@ -26,7 +26,8 @@ typedef enum sluice_status {
   SLUICE_IO_ERROR = 5,
   SLUICE_WORKSPACE_TOO_SMALL = 6,
   SLUICE_INTERNAL = 7,
-  SLUICE_OUT_OF_MEMORY = 8 /* of a GPU */
+  SLUICE_OUT_OF_MEMORY = 8, /* of a GPU */
+  SLUICE_PEER_FAILURE = 9   /* another rank is dead, late, or was made for another layer */
 } sluice_status;
 
 /* The numbers are those of sluice::DType. */
@@ -74,14 +75,14 @@ typedef struct sluice_options {
   const char* force;           /* "NAME,STAGE:NAME": implementations that must be taken; null: none */
   const char* disable;  /* implementations never taken, as in the environment variable SLUICE_DISABLE; null: none */
   int64_t first_expert; /* create_from_checkpoint: experts [first_expert, first_expert + num_local) of the layer */
-  int64_t num_local;    /* 0: all from first_expert on */
+  int64_t num_local;    /* 0: all from first_expert on; -1: none */
 } sluice_options;
 
 /* sluice/config.h explains each field; the enums count in the order given there. */
 typedef struct sluice_moe_config {
   size_t struct_bytes;
   int64_t hidden, intermediate, num_experts, top_k;
-  int64_t first_expert, num_local; /* num_local 0: all */
+  int64_t first_expert, num_local; /* num_local 0: all, -1: none */
   int64_t shared_intermediate;     /* 0: no shared expert */
   int32_t has_shared_gate;
   int32_t weight_on_input;

@@ -29,7 +29,7 @@ struct LayerInfo {
 struct LoadOptions {
   Precision precision = Precision::kF32;  // kBF16 on e4m3 and int8 weights dequantises them to bf16 while loading
   bool routed_only = false;               // the shared expert is still accounted for, but not read
-  // One rank's part: experts [first_expert, first_expert + num_local), 0: all from first_expert on. LoadedLayer::config
+  // One rank's part: experts [first_expert, first_expert + num_local), 0: all from first_expert on, kNoExperts: none. LoadedLayer::config
   // says the same, so that a layer made of both skips the ids of other ranks.
   std::int64_t first_expert = 0;
   std::int64_t num_local = 0;

@@ -77,8 +77,12 @@ struct MoeConfig {
   std::int64_t shared_intermediate = 0;              // of all shared experts together; 0: none
   bool has_shared_gate = false;                      // shared output times sigmoid(x . w_shared_gate)
   std::int64_t first_expert = 0;                     // global id of the first local expert
-  std::int64_t num_local = 0;                        // L; 0 means all E
+  std::int64_t num_local = 0;                        // L; 0 means all E, kNoExperts none
 };
+
+// Of MoeConfig::num_local and LoadOptions::num_local: a rank that holds no expert (3 experts over 4 ranks). Its weights w13,
+// w2 and scales have L = 0.
+inline constexpr std::int64_t kNoExperts = -1;
 
 inline constexpr std::int64_t kMaxExperts = 1024;
 inline constexpr std::int64_t kMaxTopK = 32;

@@ -36,6 +36,7 @@ enum class StatusCode : std::uint8_t {
   kWorkspaceTooSmall,  // the text gives both byte counts
   kInternal,           // our fault
   kOutOfMemory,        // of a device; the text names the tensor, the bytes it needs and the bytes that are free
+  kPeerFailure,  // another rank is dead, late, or was made for another layer; the text names rank, stage and numbers
 };
 
 std::string_view to_string(StatusCode code);

@@ -12,6 +12,7 @@
 
 #include <map>
 
+#include "sluice/placement.h"
 #include "sluice/transport.h"
 #include "sluice/weights.h"
 
@@ -22,7 +23,7 @@ struct LayerOptions {
   std::int64_t max_tokens = 0;  // T of the largest forward; workspace is sized for it
   // forward_masked: rows per expert of the padded layout it will be given; 0: not used.
   std::int64_t max_rows_per_expert = 0;
-  // forward_grouped and forward_masked: rows in all. 0: max_tokens * S.
+  // forward_grouped and forward_masked: rows in all. 0: max_tokens * S, or what a round of all ranks may bring.
   std::int64_t max_rows = 0;
   bool routed_only = false;  // leave the shared expert out
   bool checked = false;      // invalid expert ids are errors instead of counted; needs a layer on the CPU
@@ -31,7 +32,24 @@ struct LayerOptions {
   // Per stage: "gate.logits", "gate.select", "route", "pack", "grouped_gemm", "swiglu_quant", "combine"; "*" for all.
   // "route_pack" and "up_swiglu_quant" are one kernel for two of them ("cuda-fused"), or "composed".
   std::map<std::string, Selection> selection;
+
+  // Experts spread over the ranks of a transport: each rank brings the weights of its own experts and its own tokens, and
+  // gets their outputs, to the bits of one rank that holds every expert. create, forward and forward_routed are then
+  // collective: every rank calls them, in the same order, also with T = 0. A rank that refuses its call tells the others,
+  // who fail with kPeerFailure. Ranks must agree on all but their tokens, experts and threads; create compares.
   std::shared_ptr<Transport> transport = local_transport();
+  Placement placement;  // which rank holds which experts; empty: the balanced split
+  // Tokens of a call go in rounds, each of as many as fit this budget for what may arrive from all ranks, or of one. The
+  // buffers and the rows of the worst routing count: P * S rows for each token of a round.
+  std::int64_t round_bytes = std::int64_t{1} << 30;
+  std::int64_t max_round_tokens = 0;  // 0: what the budget allows; else at most so many
+
+  // I cut over the ranks of another transport: each rank brings the same tokens and routing, and its shard of w13 and w2
+  // (LoadOptions::tensor_shard), and gets the whole outputs. The partial sums are added in order of rank in fp32 and rounded
+  // once: the same bits on every rank and in every run, within the bound of docs/numerics.md of those of one rank, not
+  // equal to them. Null or one rank: I is whole. With `transport` beside it, the ranks form a grid of the two.
+  std::shared_ptr<Transport> tensor_transport;
+  bool shared_is_whole = false;  // every rank of the tensor group brings the whole shared expert: the first adds it
 };
 
 // What is named in place of an implementation where a fused stage is left to the two stages it stands for.
@@ -120,6 +138,7 @@ class Layer {
   Status forward_masked(const Rows& rows, const TensorView& num_rows, const TensorView& out, const Ctx& ctx) const;
 
  private:
+  static Result<Layer> make(const MoeConfig& config, LayerWeights weights, const LayerOptions& options);
   explicit Layer(std::unique_ptr<State> state);
   std::unique_ptr<State> state_;
 };

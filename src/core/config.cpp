@@ -88,7 +88,10 @@ std::string_view to_string(ScaleFormat format) {
   return "unknown scale format";
 }
 
-std::int64_t num_local(const MoeConfig& config) { return config.num_local > 0 ? config.num_local : config.num_experts; }
+std::int64_t num_local(const MoeConfig& config) {
+  if (config.num_local == kNoExperts) return 0;
+  return config.num_local > 0 ? config.num_local : config.num_experts;
+}
 
 Status validate(const MoeConfig& config) {
   const auto refuse = [](std::string text) {
@@ -107,7 +110,9 @@ Status validate(const MoeConfig& config) {
     return refuse("has_shared_gate is set, but shared_intermediate = 0");
   }
   SLUICE_TRY(validate(config.gate, config.num_experts, config.top_k));
-  if (config.num_local < 0) return refuse(fmt::format("num_local = {} is negative", config.num_local));
+  if (config.num_local < 0 && config.num_local != kNoExperts)
+    return refuse(
+        fmt::format("num_local = {} is neither a number of experts nor {} for none", config.num_local, kNoExperts));
   const std::int64_t local = num_local(config);
   std::int64_t local_end = 0;
   const bool overflows = __builtin_add_overflow(config.first_expert, local, &local_end);

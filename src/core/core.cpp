@@ -19,6 +19,7 @@ std::string_view to_string(StatusCode code) {
     case StatusCode::kWorkspaceTooSmall: return "workspace too small";
     case StatusCode::kInternal: return "internal error";
     case StatusCode::kOutOfMemory: return "out of memory";
+    case StatusCode::kPeerFailure: return "peer failure";
   }
   return "unknown status";
 }

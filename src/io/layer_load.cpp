@@ -46,14 +46,15 @@ class Loader {
     SLUICE_TRY(take_f32(files_.router_bias, {E}, w.router_bias));
     SLUICE_TRY(take_f32(files_.score_bias, {E}, w.score_bias));
     const std::int64_t first = options_.first_expert;
-    const std::int64_t count = options_.num_local > 0 ? options_.num_local : E - first;
-    if (first < 0 || options_.num_local < 0 || first >= E || count > E - first) {
+    const bool has_none = options_.num_local == kNoExperts;
+    const std::int64_t count = has_none ? 0 : options_.num_local > 0 ? options_.num_local : E - first;
+    if (first < 0 || (options_.num_local < 0 && !has_none) || (first >= E && !has_none) || count > E - first) {
       return Status(StatusCode::kInvalidArgument,
                     fmt::format("load: first_expert = {} and num_local = {} are no part of the layer's E = {} experts",
                                 first, options_.num_local, E));
     }
     loaded_.config.first_expert = first;
-    loaded_.config.num_local = count == E ? 0 : count;
+    loaded_.config.num_local = has_none ? kNoExperts : count == E ? 0 : count;
     SLUICE_TRY(take_ffn(files_.experts, H, first, count, w.experts));
     if (options_.routed_only && files_.shared.present) {
       loaded_.config.shared_intermediate = 0;
@@ -75,6 +76,7 @@ class Loader {
   Status allocate(DType dtype, std::initializer_list<std::int64_t> shape, TensorView& view) {
     view = TensorView::dense(nullptr, dtype, shape);
     const auto bytes = static_cast<std::size_t>(view.num_bytes());
+    if (bytes == 0 && view.shape[0] == 0) return Status::ok();  // no experts
     if (bytes == 0) return {StatusCode::kInternal, fmt::format("load: an empty destination {}", view.to_string())};
     void* memory = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (memory == MAP_FAILED)

@@ -35,6 +35,7 @@ static_assert(static_cast<int>(DType::kE4M3) == SLUICE_E4M3 && static_cast<int>(
 static_assert(static_cast<int>(DType::kI64) == SLUICE_I64);
 static_assert(static_cast<int>(StatusCode::kInternal) == SLUICE_INTERNAL);
 static_assert(static_cast<int>(StatusCode::kOutOfMemory) == SLUICE_OUT_OF_MEMORY);
+static_assert(static_cast<int>(StatusCode::kPeerFailure) == SLUICE_PEER_FAILURE);
 static_assert(static_cast<int>(sluice::DeviceKind::kCuda) == SLUICE_CUDA);
 static_assert(static_cast<int>(sluice::Precision::kF32) == SLUICE_PRECISION_F32);
 

@@ -5,17 +5,11 @@
 #include <algorithm>
 
 #include "device/device.h"
+#include "layer/call.h"
 #include "layer/place.h"
-#include "layer/state.h"
 
 namespace sluice {
 namespace {
-
-// One call: its buffers inside the caller's workspace, and the context the stages get.
-struct Call {
-  Buffers b;
-  Ctx ctx;
-};
 
 Status begin(const Layer::State& s, std::int64_t num_tokens, std::int64_t num_rows, const Ctx& ctx, Call& call) {
   const std::int64_t given = static_cast<std::int64_t>(ctx.workspace.size());
@@ -33,6 +27,8 @@ Status begin(const Layer::State& s, std::int64_t num_tokens, std::int64_t num_ro
   const auto align = static_cast<std::uintptr_t>(Arena::align_bytes(s.device().kind));
   Arena arena(ctx.workspace.data() + (-address & (align - 1)), s.device());
   call.b = lay_out(s, arena, num_tokens, num_rows);
+  if (s.spread != nullptr) call.spread = lay_out_spread(s, arena);
+  if (s.tensor != nullptr) call.tensor = lay_out_tensor(s, arena);
   call.ctx = ctx;
   call.ctx.workspace = call.b.scratch;
   const int planned = s.options.machine.num_threads;
@@ -85,6 +81,8 @@ Status accepts(const Layer::State& s, const Stage<Args>& stage, const Args& args
   return stage.impl->can_run(args, s.options.machine);
 }
 
+}  // namespace
+
 // up, activation, down on rows that are grouped already.
 Status experts(const Layer::State& s, const FfnStages& stages, const FfnWeights& weights, const FfnBuffers& b,
                const RowGroups& groups, const Ctx& ctx) {
@@ -112,6 +110,8 @@ Status shared_expert(const Layer::State& s, Call& call, const TensorView& x) {
   return experts(s, s.shared, s.weights.shared, b, RowGroups::whole(), call.ctx);
 }
 
+namespace {
+
 bool takes_route_pack(const Layer::State& s, const Buffers& b, const TensorView& x) {
   return s.route_pack.impl != nullptr && b.topk_idx.view.num_elements() <= route_pack::most_slots() &&
          !is_quantised(x.dtype);
@@ -128,11 +128,33 @@ Status gate_tokens(const Layer::State& s, const Call& call, const TensorView& x,
   return s.select(both.select, call.ctx);                // logits  -> topk_idx, topk_weight [T,S]
 }
 
+// R of a call: a row a slot, or what a round of all ranks may bring.
+std::int64_t rows_of_call(const Layer::State& s, std::int64_t num_tokens) {
+  return s.spread == nullptr ? num_tokens * s.config.top_k : s.spread->max_arriving() * s.config.top_k;
+}
+
+// What a spread call brings, judged as a whole before its first round: as if every token were packed where it is. Never run.
+pack::Args judged_pack_args(const Layer::State& s, const Call& call, const TensorView& x, const TensorView& x_scale) {
+  const FfnBuffers& b = call.b.routed;
+  pack::Args args = whole_pack_args(s, {}, x, RowGroups::whole());
+  args.x_scale = x_scale;
+  args.rows = TensorView::dense(b.rows.data.data, s.path.rows, {x.shape[0], s.config.hidden});
+  if (b.rows.scale.is_present())
+    args.rows_scale = TensorView::dense(b.rows.scale.data, DType::kF32, {b.rows.scale.shape[0], x.shape[0]});
+  return args;
+}
+
+// The first failure of some steps.
+template <class First, class... Rest>
+Status in_order(const First& first, const Rest&... rest) {
+  SLUICE_TRY(first());
+  if constexpr (sizeof...(rest) > 0) return in_order(rest...);
+  return Status::ok();
+}
+
 // From routing to output: what both token entry points share.
-Status run_routed(const Layer::State& s, Call& call, const TensorView& x, const TensorView& x_scale,
-                  const TensorView& counters, const TensorView& out) {
-  Rows arrived;
-  Rows returned;
+Status run_routed(const Layer::State& s, Call& call, const CallTensors& t) {
+  const auto& [x, x_scale, counters, out] = t;
   const Buffers& b = call.b;
   if (takes_route_pack(s, b, x)) {
     SLUICE_TRY(s.route_pack({route_args(s, b, counters), pack_args(s, b, x, x_scale)}, call.ctx));  // both of these
@@ -140,13 +162,40 @@ Status run_routed(const Layer::State& s, Call& call, const TensorView& x, const 
     SLUICE_TRY(s.route(route_args(s, b, counters), call.ctx));                  // topk_idx -> plan
     SLUICE_TRY(s.routed.pack(x.dtype, pack_args(s, b, x, x_scale), call.ctx));  // x [T,H] -> rows [R,H]
   }
-  SLUICE_TRY(s.options.transport->dispatch(b.plan, b.routed.rows, arrived, call.ctx));  // rows to their experts' ranks
-  FfnBuffers local = b.routed;
-  local.rows = arrived;
-  SLUICE_TRY(experts(s, s.routed, s.weights.experts, local, RowGroups::contiguous(b.plan.expert_offset), call.ctx));
-  SLUICE_TRY(s.options.transport->combine(b.plan, {local.y, {}}, returned, call.ctx));  // y back to the tokens' ranks
-  if (s.has_shared()) SLUICE_TRY(shared_expert(s, call, x));                            // x [T,H] -> shared.y [T,H]
-  return s.combine(out.dtype, combine_args(s, b, returned.data, out), call.ctx);        // y [R,H] -> out [T,H]
+  SLUICE_TRY(experts(s, s.routed, s.weights.experts, b.routed, RowGroups::contiguous(b.plan.expert_offset), call.ctx));
+  if (s.has_shared()) SLUICE_TRY(shared_expert(s, call, x));                   // x [T,H] -> shared.y [T,H]
+  return s.combine(out.dtype, combine_args(s, b, b.routed.y, out), call.ctx);  // y [R,H] -> out [T,H]
+}
+
+// A call that other ranks make too. What this one cannot do it tells them: `ready` goes along.
+Status run_together(const Layer::State& s, Call& call, const CallTensors& t, Status ready) {
+  CallTensors mine = t;
+  if (s.tensor != nullptr) {
+    ready = meet(s, ready.is_ok() ? t.x.shape[0] : 0, ready);
+    if (ready.is_ok()) mine.out = call.tensor.partial.slice(0, t.x.shape[0]);
+  }
+  if (s.spread != nullptr) {
+    SLUICE_TRY(forward_spread(s, call, mine, ready));
+  } else {
+    SLUICE_TRY(ready);
+    if (t.x.shape[0] > 0) SLUICE_TRY(run_routed(s, call, mine));
+  }
+  return s.tensor == nullptr ? Status::ok() : add_partials(s, call.tensor, t.out, call.ctx);
+}
+
+// The two entry points for tokens: `check` judges the tensors, `start` finds them their buffers, `gate` routes them.
+template <class Check, class Start, class Gate>
+Status run_call(const Layer::State& s, Call& call, const CallTensors& t, const Check& check, const Start& start,
+                const Gate& gate) {
+  const auto gate_any = [&] { return t.x.shape[0] == 0 ? Status::ok() : gate(); };
+  if (s.spread != nullptr || s.tensor != nullptr) return run_together(s, call, t, in_order(check, start, gate_any));
+  SLUICE_TRY(check());
+  if (t.x.shape[0] == 0) return Status::ok();
+  SLUICE_TRY(start());
+  const device::Current current(s.device());
+  SLUICE_TRY(current.status());
+  SLUICE_TRY(gate());
+  return run_routed(s, call, t);
 }
 
 }  // namespace
@@ -154,45 +203,52 @@ Status run_routed(const Layer::State& s, Call& call, const TensorView& x, const 
 Status Layer::forward(const TensorView& x, const TensorView& out, const Routing& routing, const Ctx& ctx) const {
   SLUICE_TRY(check_ready(state_.get()));
   const State& s = *state_;
-  SLUICE_TRY(check_call(s, gate::kX, x, out, routing.topk_idx, routing.topk_weight, routing.counters));
-  SLUICE_TRY(s.logits.serves(x.dtype));
-  if (x.shape[0] == 0) return Status::ok();
+  const auto check = [&]() -> Status {
+    SLUICE_TRY(check_call(s, gate::kX, x, out, routing.topk_idx, routing.topk_weight, routing.counters));
+    return s.logits.serves(x.dtype);
+  };
   Call call;
-  SLUICE_TRY(begin(s, x.shape[0], x.shape[0] * s.config.top_k, ctx, call));
-  const device::Current current(s.device());
-  SLUICE_TRY(current.status());
-  if (routing.topk_idx.view.is_present()) call.b.topk_idx = routing.topk_idx;
-  if (routing.topk_weight.is_present()) call.b.topk_weight = routing.topk_weight;
-  SLUICE_TRY(gate_tokens(s, call, x, routing.counters));  // x [T,H] -> logits [T,E] -> topk_idx, topk_weight [T,S]
-  return run_routed(s, call, x, {}, routing.counters, out);
+  const auto start = [&]() -> Status {
+    SLUICE_TRY(begin(s, x.shape[0], rows_of_call(s, x.shape[0]), ctx, call));
+    if (routing.topk_idx.view.is_present()) call.b.topk_idx = routing.topk_idx;
+    if (routing.topk_weight.is_present()) call.b.topk_weight = routing.topk_weight;
+    return Status::ok();
+  };
+  // x [T,H] -> logits [T,E] -> topk_idx, topk_weight [T,S]
+  const auto gate = [&] { return gate_tokens(s, call, x, routing.counters); };
+  return run_call(s, call, {x, {}, routing.counters, out}, check, start, gate);
 }
 
 Status Layer::forward_routed(const RoutedInput& input, const TensorView& out, const Ctx& ctx) const {
   SLUICE_TRY(check_ready(state_.get()));
   const State& s = *state_;
   const TensorView& x = input.x;
-  SLUICE_TRY(check_call(s, pack::kX, x, out, input.topk_idx, input.topk_weight, input.counters));
-  if (!input.topk_idx.view.is_present()) return {StatusCode::kInvalidArgument, "forward_routed: topk_idx is missing"};
-  if (!input.topk_weight.is_present()) return {StatusCode::kInvalidArgument, "forward_routed: topk_weight is missing"};
-  if (is_quantised(x.dtype) && (s.path.rows != x.dtype || s.has_shared())) {
-    return {StatusCode::kInvalidArgument,
-            fmt::format("forward_routed: {} x needs precision w8a8, {} weights and no shared expert, the layer has "
-                        "precision {}{} and {} weights",
-                        to_string(x.dtype), to_string(x.dtype), to_string(s.options.precision),
-                        s.has_shared() ? ", a shared expert" : "", to_string(s.weights.experts.w13.dtype))};
-  }
-  if (x.shape[0] == 0) return Status::ok();
+  const auto check = [&]() -> Status {
+    SLUICE_TRY(check_call(s, pack::kX, x, out, input.topk_idx, input.topk_weight, input.counters));
+    if (!input.topk_idx.view.is_present()) return {StatusCode::kInvalidArgument, "forward_routed: topk_idx is missing"};
+    if (!input.topk_weight.is_present())
+      return {StatusCode::kInvalidArgument, "forward_routed: topk_weight is missing"};
+    if (is_quantised(x.dtype) && (s.path.rows != x.dtype || s.has_shared())) {
+      return {StatusCode::kInvalidArgument,
+              fmt::format("forward_routed: {} x needs precision w8a8, {} weights and no shared expert, the layer has "
+                          "precision {}{} and {} weights",
+                          to_string(x.dtype), to_string(x.dtype), to_string(s.options.precision),
+                          s.has_shared() ? ", a shared expert" : "", to_string(s.weights.experts.w13.dtype))};
+    }
+    return Status::ok();
+  };
   Call call;
-  SLUICE_TRY(begin(s, x.shape[0], x.shape[0] * s.config.top_k, ctx, call));
-  call.b.topk_idx = input.topk_idx;
-  call.b.topk_weight = input.topk_weight;
-  SLUICE_TRY(check_place("forward_routed", "x_scale", input.x_scale, s.device()));
-  SLUICE_TRY(pack::check(pack_args(s, call.b, x, input.x_scale)));
-  if (s.has_shared() && s.config.has_shared_gate)
-    SLUICE_TRY(s.shared_logits.accepts(x.dtype, shared_logits_args(s, call.b, x)));
-  const device::Current current(s.device());
-  SLUICE_TRY(current.status());
-  return run_routed(s, call, x, input.x_scale, input.counters, out);
+  const auto start = [&]() -> Status {
+    SLUICE_TRY(begin(s, x.shape[0], rows_of_call(s, x.shape[0]), ctx, call));
+    call.b.topk_idx = input.topk_idx;
+    call.b.topk_weight = input.topk_weight;
+    SLUICE_TRY(check_place("forward_routed", "x_scale", input.x_scale, s.device()));
+    SLUICE_TRY(pack::check(s.spread == nullptr ? pack_args(s, call.b, x, input.x_scale)
+                                               : judged_pack_args(s, call, x, input.x_scale)));
+    if (!s.has_shared() || !s.config.has_shared_gate) return Status::ok();
+    return s.shared_logits.accepts(x.dtype, shared_logits_args(s, call.b, x));
+  };
+  return run_call(s, call, {x, input.x_scale, input.counters, out}, check, start, [] { return Status::ok(); });
 }
 
 namespace {

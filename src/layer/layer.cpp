@@ -6,9 +6,11 @@
 #include <algorithm>
 
 #include "device/device.h"
+#include "layer/agree.h"
 #include "layer/place.h"
+#include "layer/spread.h"
+#include "layer/tensor_parallel.h"
 #include "layer/selection.h"
-#include "layer/state.h"
 #include "layer/tensors.h"
 
 namespace sluice {
@@ -252,7 +254,8 @@ void resolve_logits_and_select(Layer::State& s, gate::BothArgs args) {
 Status resolve_all(Layer::State& s) {
   const std::int64_t tokens = s.options.max_tokens;
   Arena plan(nullptr, s.options.machine.device);
-  const Buffers b = lay_out(s, plan, tokens, s.max_rows());
+  // Views to plan with: of a spread layer, whose rounds are smaller, they are larger than what a call lays out.
+  const Buffers b = lay_out(s, plan, tokens, std::max(s.max_rows(), tokens * s.config.top_k));
   const TensorView x = TensorView::dense(nullptr, DType::kBF16, {tokens, s.config.hidden}, s.options.machine.device);
   const TensorView out = TensorView::dense(nullptr, DType::kF32, {tokens, s.config.hidden}, s.options.machine.device);
 
@@ -300,12 +303,14 @@ Status check_options(const LayerOptions& o) {
   const auto refuse = [](std::string text) {
     return Status(StatusCode::kInvalidArgument, "options: " + std::move(text));
   };
-  for (const auto& [value, name] : {std::pair(o.max_tokens, "max_tokens"), std::pair(o.max_rows, "max_rows"),
-                                    std::pair(o.max_rows_per_expert, "max_rows_per_expert")}) {
+  for (const auto& [value, name] :
+       {std::pair(o.max_tokens, "max_tokens"), std::pair(o.max_rows, "max_rows"),
+        std::pair(o.max_rows_per_expert, "max_rows_per_expert"), std::pair(o.max_round_tokens, "max_round_tokens")}) {
     if (value < 0) return refuse(fmt::format("{} = {} is negative", name, value));
     // Before they are multiplied by S or L; row numbers are i32 in any case.
     if (value > INT32_MAX) return refuse(fmt::format("{} = {} is more than 2^31-1", name, value));
   }
+  if (o.round_bytes < 0) return refuse(fmt::format("round_bytes = {} is negative", o.round_bytes));
   if (o.machine.num_threads < 1 || o.machine.num_threads > kMaxThreads) {
     return refuse(fmt::format("machine.num_threads = {} is not between 1 and {}", o.machine.num_threads, kMaxThreads));
   }
@@ -340,7 +345,23 @@ Status check_places(const LayerWeights& weights, const LayerOptions& options) {
 
 }  // namespace
 
+Layer::State::State() = default;
+Layer::State::~State() = default;
+
 Result<Layer> Layer::create(const MoeConfig& config, LayerWeights weights, const LayerOptions& options) {
+  Result<Layer> made = make(config, std::move(weights), options);
+  if (options.plan_only) return made;
+  // Over several ranks creation is collective, also where it failed. Who fails in the first group tells the second.
+  Status agreed = made.status();
+  const State* const state = made.is_ok() ? made->state_.get() : nullptr;
+  if (options.tensor_transport != nullptr && options.tensor_transport->num_ranks() > 1)
+    agreed = agree_tensor(options, state, agreed);
+  if (options.transport != nullptr && options.transport->num_ranks() > 1) agreed = agree_spread(options, state, agreed);
+  if (!agreed.is_ok()) return agreed;
+  return made;
+}
+
+Result<Layer> Layer::make(const MoeConfig& config, LayerWeights weights, const LayerOptions& options) {
   SLUICE_TRY(validate(config));
   SLUICE_TRY(check_options(options));
   SLUICE_TRY(check_weights(config, weights));
@@ -351,14 +372,16 @@ Result<Layer> Layer::create(const MoeConfig& config, LayerWeights weights, const
   state->weights = std::move(weights);
   state->options = options;
   SLUICE_TRY(disable_from_environment(state->options.selection));
+  Result<DataPath> path = data_path(options.precision, state->weights.experts);
+  if (!path) return path.status().with_context("experts");
+  state->path = *path;
+  SLUICE_TRY(plan_tensor(*state));
+  SLUICE_TRY(plan_spread(*state));
   if (state->max_rows() > INT32_MAX) {
     return Status(StatusCode::kInvalidArgument,
                   fmt::format("options: {} rows do not fit the i32 row numbers of a plan (max_tokens = {}, S = {})",
                               state->max_rows(), options.max_tokens, config.top_k));
   }
-  Result<DataPath> path = data_path(options.precision, state->weights.experts);
-  if (!path) return path.status().with_context("experts");
-  state->path = *path;
   if (state->has_shared()) {
     // Checkpoints keep shared experts in bf16 beside eight-bit experts: then they run with bf16 activations.
     const bool quantised = is_quantised(state->weights.shared.w13.dtype);
@@ -369,12 +392,17 @@ Result<Layer> Layer::create(const MoeConfig& config, LayerWeights weights, const
     state->shared_path = *shared;
   }
   SLUICE_TRY(resolve_all(*state));
+  if (state->spread != nullptr) SLUICE_TRY(book_spread(*state));
+  if (state->tensor != nullptr) SLUICE_TRY(book_tensor(*state));
 
   // The two kinds of entry points use the same memory in different shapes.
   Arena tokens(nullptr, options.machine.device, &state->items);
-  lay_out(*state, tokens, options.max_tokens, options.max_tokens * config.top_k);
+  const bool is_spread = state->spread != nullptr;
+  lay_out(*state, tokens, options.max_tokens, is_spread ? state->max_rows() : options.max_tokens * config.top_k);
+  if (is_spread) lay_out_spread(*state, tokens);
+  if (state->tensor != nullptr) lay_out_tensor(*state, tokens);
   std::int64_t bytes = tokens.used_bytes();
-  if (state->max_rows() > options.max_tokens * config.top_k) {
+  if (!is_spread && state->max_rows() > options.max_tokens * config.top_k) {
     std::vector<WorkspaceItem> items;
     Arena rows(nullptr, options.machine.device, &items);
     lay_out(*state, rows, 0, state->max_rows());

@@ -109,6 +109,9 @@ struct FfnStages {
   std::int64_t most_fused_rows = 0;
 };
 
+struct Spread;       // layer/spread.h
+struct TensorGroup;  // layer/tensor_parallel.h
+
 struct Layer::State {
   MoeConfig config;
   LayerWeights weights;
@@ -127,16 +130,24 @@ struct Layer::State {
   CallerStage<combine::Args> combine;           // by the dtype of out
   CallerStage<pack::Args> group_pack;           // rows a caller has grouped, by their dtype
 
+  std::unique_ptr<Spread> spread;       // the experts are spread over ranks; null: all that tokens reach are here
+  std::unique_ptr<TensorGroup> tensor;  // I is cut over ranks; null: it is whole
+
   std::int64_t scratch_bytes = 0;
   std::int64_t workspace_bytes = 0;
   std::vector<WorkspaceItem> items;
   std::vector<StageReport> reports;
 
   Device device() const { return options.machine.device; }
-  bool has_shared() const { return config.shared_intermediate > 0 && !options.routed_only; }
+  State();
+  ~State();
+  // Of a tensor group whose shared expert is whole on every rank, the first runs it.
+  bool has_shared() const;
   std::int64_t max_rows() const;
 };
 
+// The routed experts' tensors for R rows.
+FfnBuffers lay_out_experts(const Layer::State& state, Arena& arena, std::int64_t num_rows);
 // The tensors of a call with T tokens and R rows.
 Buffers lay_out(const Layer::State& state, Arena& arena, std::int64_t num_tokens, std::int64_t num_rows);
 

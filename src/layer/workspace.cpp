@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "layer/state.h"
+#include "layer/spread.h"
 
 namespace sluice {
 
@@ -38,9 +38,14 @@ std::span<std::byte> Arena::take_bytes(std::string_view what, std::int64_t bytes
   return {place, place == nullptr ? 0 : static_cast<std::size_t>(bytes)};
 }
 
+bool Layer::State::has_shared() const {
+  if (config.shared_intermediate == 0 || options.routed_only) return false;
+  return !options.shared_is_whole || options.tensor_transport == nullptr || options.tensor_transport->rank() == 0;
+}
+
 std::int64_t Layer::State::max_rows() const {
-  return std::max(
-      {options.max_tokens * config.top_k, options.max_rows, num_local(config) * options.max_rows_per_expert});
+  const std::int64_t of_tokens = (spread == nullptr ? options.max_tokens : spread->max_arriving()) * config.top_k;
+  return std::max({of_tokens, options.max_rows, num_local(config) * options.max_rows_per_expert});
 }
 
 namespace {
@@ -76,6 +81,11 @@ FfnBuffers lay_out_ffn(Arena& arena, const FfnNames& names, const FfnStages& sta
 
 }  // namespace
 
+FfnBuffers lay_out_experts(const Layer::State& state, Arena& arena, std::int64_t num_rows) {
+  const MoeConfig& c = state.config;
+  return lay_out_ffn(arena, kRoutedNames, state.routed, state.path, num_rows, c.hidden, c.intermediate);
+}
+
 Buffers lay_out(const Layer::State& state, Arena& arena, std::int64_t num_tokens, std::int64_t num_rows) {
   const MoeConfig& c = state.config;
   Buffers b;
@@ -87,7 +97,7 @@ Buffers lay_out(const Layer::State& state, Arena& arena, std::int64_t num_tokens
   b.plan.row_slot = arena.take("row_slot[T*S]", DType::kI32, {num_tokens * c.top_k});
   b.plan.slot_row = arena.take("slot_row[T,S]", DType::kI32, {num_tokens, c.top_k});
   b.plan.num_rows = arena.take("num_rows[1]", DType::kI32, {1});
-  b.routed = lay_out_ffn(arena, kRoutedNames, state.routed, state.path, num_rows, c.hidden, c.intermediate);
+  b.routed = lay_out_experts(state, arena, num_rows);
   if (state.has_shared()) {
     b.shared =
         lay_out_ffn(arena, kSharedNames, state.shared, state.shared_path, num_tokens, c.hidden, c.shared_intermediate);

@@ -39,9 +39,15 @@ class CliTest : public testing::Test {
   }
   ~CliTest() override { fs::remove_all(dir_); }
 
-  Ran sluice(const std::vector<std::string>& arguments) {
+  Ran sluice(const std::vector<std::string>& arguments) { return launched(line_of(arguments)); }
+
+  static std::string line_of(const std::vector<std::string>& arguments) {
     std::string line = quoted(SLUICE_CLI);
     for (const std::string& argument : arguments) line += " " + quoted(argument);
+    return line;
+  }
+  // A line of shell.
+  Ran launched(const std::string& line) {
     const fs::path out = dir_ / "stdout", err = dir_ / "stderr";
     const int status =
         std::system((line + " >" + quoted(out.string()) + " 2>" + quoted(err.string()) + " </dev/null").c_str());
