@@ -1,6 +1,7 @@
-// The grid every GPU figure is measured on: layer shapes and batch sizes, the routing, and the floor of one GEMM.
-// Plain C++ without a dependency, so that the peers' programs use the same rows; bench/peers/grid.py says the same in
-// Python, and prints a digest of its routes that the programs print too.
+// The grid: layer shapes and batch sizes, the routing, and the floor of one GEMM. The one place in C++ where its rows are
+// written down: the GPU benchmarks, the peers' programs and `sluice bench --grid` read them here. Plain C++ without a
+// dependency; bench/peers/routes.py says the same in Python, and prints a digest of its routes that the programs print
+// too.
 #pragma once
 
 #include <algorithm>
@@ -52,20 +53,27 @@ inline std::uint64_t next_random(std::uint64_t& state) {
   return z ^ (z >> 31);
 }
 
-// [L+1]: first row of each local expert. Every token draws S distinct experts, uniformly; `variant` is another draw.
+// [T,S]: every token draws S distinct experts of all E, uniformly; `variant` is another draw.
+inline std::vector<std::int32_t> expert_ids(const GridRow& row, int variant) {
+  std::vector<std::int32_t> ids;
+  ids.reserve(static_cast<std::size_t>(row.tokens * row.top_k));
+  std::uint64_t state = 1234 + static_cast<std::uint64_t>(variant);
+  for (std::int64_t t = 0; t < row.tokens; ++t) {
+    const auto first = static_cast<std::ptrdiff_t>(ids.size());
+    while (static_cast<std::int64_t>(ids.size()) < (t + 1) * row.top_k) {
+      const auto e =
+          static_cast<std::int32_t>((next_random(state) >> 33) % static_cast<std::uint64_t>(row.num_experts));
+      if (std::find(ids.begin() + first, ids.end(), e) == ids.end()) ids.push_back(e);
+    }
+  }
+  return ids;
+}
+
+// [L+1]: first row of each local expert under the routes of expert_ids.
 inline std::vector<std::int32_t> expert_offsets(const GridRow& row, int variant) {
   std::vector<std::int32_t> offset(static_cast<std::size_t>(row.local_experts) + 1, 0);
-  std::uint64_t state = 1234 + static_cast<std::uint64_t>(variant);
-  std::vector<std::int64_t> chosen;
-  for (std::int64_t t = 0; t < row.tokens; ++t) {
-    chosen.clear();
-    while (static_cast<std::int64_t>(chosen.size()) < row.top_k) {
-      const auto e =
-          static_cast<std::int64_t>((next_random(state) >> 33) % static_cast<std::uint64_t>(row.num_experts));
-      if (std::find(chosen.begin(), chosen.end(), e) != chosen.end()) continue;
-      chosen.push_back(e);
-      if (e < row.local_experts) ++offset[static_cast<std::size_t>(e) + 1];
-    }
+  for (const std::int32_t e : expert_ids(row, variant)) {
+    if (e < row.local_experts) ++offset[static_cast<std::size_t>(e) + 1];
   }
   for (std::size_t e = 1; e < offset.size(); ++e) offset[e] += offset[e - 1];
   return offset;

@@ -7,6 +7,7 @@
 #include <set>
 
 #include "device_data.h"
+#include "grid_config.h"
 #include "sluice/layer.h"
 
 namespace sluice::bench {
@@ -21,22 +22,6 @@ struct Weights {
   DeviceBuffer w_gate, score_bias, w13, w13_scale, w2, w2_scale;
   LayerWeights views;
 };
-
-MoeConfig make_config(const GridRow& row) {
-  MoeConfig config;
-  config.hidden = row.hidden;
-  config.intermediate = row.intermediate;
-  config.num_experts = row.num_experts;
-  config.top_k = row.top_k;
-  const bool deepseek = std::strstr(row.shape, "dsv3") != nullptr;
-  config.gate = gate_preset(deepseek ? GateId::kG3 : GateId::kG4);
-  if (deepseek) {
-    config.gate.n_group = 8;
-    config.gate.topk_group = 4;
-    config.gate.routed_scaling_factor = 2.5f;
-  }
-  return config;
-}
 
 TensorView view(const DeviceBuffer& buffer, DType dtype, std::initializer_list<std::int64_t> shape) {
   return TensorView::dense(buffer.as<void>(), dtype, shape, kGpu);
@@ -253,7 +238,7 @@ int main_program(const char* only) {
   for (const GridRow& row : grid()) {
     // A share of the experts takes part in a layer of several ranks: not this benchmark's business.
     if (row.local_experts != row.num_experts || std::strstr(row.shape, only) == nullptr) continue;
-    const MoeConfig config = make_config(row);
+    const MoeConfig config = grid_config(row);
     if (held != row.shape) {
       weights = Weights();
       weights = make_weights(row, config);

@@ -6,9 +6,9 @@
 
 #include "bench_cpu.h"
 #include "bench_cuda.h"
+#include "bench_grid.h"
 #include "bench_ranks.h"
 #include "commands.h"
-#include "cpu/ceilings.h"
 #include "progress.h"
 
 namespace sluice::cli {
@@ -39,9 +39,18 @@ Goals, where the rows they need are there: expert GEMMs at T=1 in w8a8 and w8a16
 T=512 in bf16 and f32 half the FMA peak; from T=512 on the layer in w8a8 is no slower than in bf16. A goal that is not
 met does not change the exit status.
 
-On a GPU (--device cuda, and auto where GPU 0 can run the layer) a row is the replay of a CUDA graph between two events:
-one for each stage, on the same bytes each time, and one for the layer, on other routed experts each time. The layer
-must first have the bits of its stages. All experts are kept; --memory and --threads concern the CPU alone.
+On a GPU (--device cuda, and auto where GPU 0 can run the layer) a row is timed by replaying a CUDA graph between two
+events: one for each stage and one for the layer, with as many calls in it as take about 2 ms, on other routed experts
+each until more than the L2 was read. The layer must first have the bits of its stages. All experts are kept; --memory
+(but for --grid) and --threads concern the CPU alone.
+
+--grid runs the rows of docs/performance.md: shapes of DeepSeek-V3, Qwen3-30B and Mixtral, each at the batch sizes it is
+judged at, routes uniform at random and the same that the peers' programs draw. For each row: the floor, the whole layer
+from x to out with gate and sort, the two expert GEMMs, every stage alone. A floor of a layer counts the weights of the
+experts that have rows once, the gate's, x and out, and 6 R H I FLOPs. A row whose weights do not fit the memory is listed
+as not run, with both sizes. AGAINST BEST is the time of the fastest checked peer of this device over ours: above 1, ours
+is faster. Peers are read from files (--peers), which bench/peers/ writes; figures of another run, and those of a record
+of scripts/gpu-check always are, carry a star.
 
 With --ep, under mpirun, the layer runs over the ranks, --tokens on each, with random weights. LAYER is the median of a
 forward on rank 0; DISPATCH what of it went into telling counts and sending tokens, COMBINE into getting rows back, EXPERTS
@@ -54,6 +63,8 @@ Examples:
   sluice bench --like deepseek-v3 --tokens 1 --precision w8a8 --threads 2
   sluice bench --like deepseek-v3 --tokens 1,128,8192 --precision w8a8 --device cuda --stages
   sluice bench --model data/tiny-dsv3 --layer 1 --tokens 512 --route zipf --json
+  sluice bench --grid --device cuda --peers peers.json --plot pictures
+  sluice bench --grid --rows qwen3-30b:1,dsv3-tp8 --experts 16 --device cpu --json
 )";
 
 struct BenchOptions {
@@ -68,9 +79,9 @@ struct BenchOptions {
   std::uint64_t seed = 1;
   MachineOptions machine;
   RankOptions ranks;
+  bool grid = false;
+  GridOptions grid_options;  // what --grid alone takes
 };
-
-constexpr double kSteadyCeiling = 0.15;  // repeated ceilings further apart than this are warned of
 
 // What was asked for, understood and found possible.
 struct Work {
@@ -172,32 +183,6 @@ Outcome bench_gpu(const Work& work) {
     if (!work.json) print_formulas(all, to_string(precision), options.stages);
   }
   return kExitOk;
-}
-
-Ceilings measure_ceilings(int num_threads) {
-  Ceilings ceilings;
-  std::vector<std::string> unsteady;
-  {
-    Progress progress("measuring ceilings", Progress::Unit::kItems);
-    const auto twice = [&](const char* name, int done, double (*measure)(int)) {
-      progress.update(done, 4);
-      const double first = measure(num_threads);
-      progress.update(done + 1, 4);
-      const double second = measure(num_threads), best = std::max(first, second);
-      const double apart = 1 - std::min(first, second) / best;
-      if (apart > kSteadyCeiling) {
-        unsteady.push_back(
-            fmt::format("two measurements of the {} differ by {:.0f} %: something else uses this "
-                        "machine, and every share below is uncertain",
-                        name, 100 * apart));
-      }
-      return best;
-    };
-    ceilings.bytes_per_s = twice("stream bandwidth", 0, [](int n) { return cpu::measure_stream_bytes_per_s(n); });
-    ceilings.flops_per_s = twice("FMA peak", 2, [](int n) { return cpu::measure_fma_flops_per_s(n); });
-  }
-  for (const std::string& text : unsteady) warn(text);
-  return ceilings;
 }
 
 void print_goals(const std::vector<Goal>& goals, bool json) {
@@ -348,6 +333,31 @@ Outcome bench(const BenchOptions& options, bool json) {
   return work.chosen.is_gpu() ? bench_gpu(work) : bench_cpu(work);
 }
 
+// The grid fixes layers, precisions and routes; a layer of one's own has no rows of the grid.
+Outcome bench_any(const CLI::App& sub, const BenchOptions& options, bool json) {
+  const std::vector<const char*> others = {"--model", "--layer",  "--like",       "--precision",
+                                           "--route", "--stages", "--routed-only"};
+  const std::vector<const char*> of_grid = {"--rows", "--experts", "--peers", "--plot"};
+  for (const char* name : options.grid ? others : of_grid) {
+    if (sub.count(name) == 0) continue;
+    return Outcome::usage(
+        options.grid ? fmt::format("{} does not go with --grid, whose rows are given (see sluice bench --help)", name)
+                     : fmt::format("{} goes with --grid alone", name));
+  }
+  if (!options.grid) return bench(options, json);
+  GridOptions grid = options.grid_options;
+  if (sub.count("--tokens") != 0) grid.tokens = options.tokens;
+  if (grid.tokens.empty() && sub.count("--tokens") != 0)
+    return Outcome::usage("--tokens: '' is no list of batch sizes");
+  if (grid.rows.empty() && sub.count("--rows") != 0) return Outcome::usage("--rows: '' names no row");
+  if (grid.plot.empty() && sub.count("--plot") != 0) return Outcome::usage("--plot: '' is no folder");
+  grid.seconds = options.seconds;
+  grid.memory_gb = options.memory_gb;
+  grid.seed = options.seed;
+  grid.machine = options.machine;
+  return bench_grid(grid, json);
+}
+
 }  // namespace
 
 void add_bench(CLI::App& app, Command& command) {
@@ -355,7 +365,7 @@ void add_bench(CLI::App& app, Command& command) {
   sub->footer(kFooter);
   auto o = std::make_shared<BenchOptions>();
   add_subject(*sub, o->subject);
-  sub->add_option("--tokens", o->tokens, "Batch sizes [1,32,512]")->type_name("LIST");
+  sub->add_option("--tokens", o->tokens, "Batch sizes [1,32,512; with --grid those of the grid]")->type_name("LIST");
   sub->add_option("--precision", o->precision, "all, or a list of w8a8, w8a16, bf16, f32 [all]")->type_name("LIST");
   sub->add_option("--route", o->route, "How tokens spread over experts: uniform, zipf or one-expert [uniform]")
       ->check(one_of({"uniform", "zipf", "one-expert"}))
@@ -365,7 +375,8 @@ void add_bench(CLI::App& app, Command& command) {
   sub->add_option("--seconds", o->seconds, "Time budget per measurement [1]; at least 5 runs are made")
       ->check(number(0.01, 600))
       ->type_name("S");
-  sub->add_option("--memory", o->memory_gb, "Memory for weights on a CPU in GB [half of what is free]")
+  sub->add_option("--memory", o->memory_gb,
+                  "Memory for weights on a CPU in GB [half of what is free];\nwith --grid on a GPU too [all of it]")
       ->check(number(0.01, 1e6))
       ->type_name("GB");
   sub->add_option("--seed", o->seed, "Of weights, activations and routes [1]")
@@ -375,8 +386,24 @@ void add_bench(CLI::App& app, Command& command) {
   add_device(*sub, o->machine);
   add_threads(*sub, o->machine);
   add_ranks(*sub, o->ranks);
+  sub->add_flag("--grid", o->grid, "The rows of bench/grid.h instead of one layer: floor, ours, peers, ratios (below)");
+  GridOptions& grid = o->grid_options;
+  sub->add_option("--rows", grid.rows, "With --grid: SHAPE or SHAPE:T, comma-separated [all]")->type_name("LIST");
+  sub->add_option("--experts", grid.experts,
+                  "With --grid: layers of N experts, with sizes as they are, for machines that cannot hold\nall; "
+                  "their shapes are named SHAPE-eN")
+      ->check(whole_number(1, kMaxExperts))
+      ->type_name("N");
+  sub->add_option(
+         "--peers", grid.peers,
+         "With --grid: figures of alternatives, a peers file or a record of scripts/gpu-check;\nmay be repeated")
+      ->type_name("FILE")
+      ->allow_extra_args(false);
+  sub->add_option("--plot", grid.plot,
+                  "With --grid: a roofline and a bar chart per shape, as SVG, into this folder (by gnuplot)")
+      ->type_name("DIR");
   sub->add_flag("--json", command.json, "Print one JSON object per line: ceilings, then a row each, then the goals");
-  sub->callback([&command, o] { command.run = [&command, o] { return bench(*o, command.json); }; });
+  sub->callback([&command, o, sub] { command.run = [&command, o, sub] { return bench_any(*sub, *o, command.json); }; });
 }
 
 }  // namespace sluice::cli

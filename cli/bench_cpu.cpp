@@ -13,6 +13,7 @@
 #include <set>
 
 #include "checker.h"
+#include "cpu/ceilings.h"
 #include "progress.h"
 
 namespace sluice::cli {
@@ -24,6 +25,7 @@ constexpr int kMaxRuns = 400, kMinRuns = 5;
 constexpr std::size_t kRouteSets = 64;  // T = 1 then reaches nearly all experts
 constexpr std::int64_t kMaxCopies = 1024;
 constexpr double kCopiesOverCache = 2.5;  // bytes of all copies, in last-level caches
+constexpr double kSteadyCeiling = 0.15;   // repeated ceilings further apart than this are warned of
 
 // As many as put the weights far above the last-level cache, within the memory.
 std::int64_t num_copies(std::int64_t bytes, double limit) {
@@ -66,6 +68,10 @@ class Case {
     x_bytes_ = random_normal_bf16(tokens * c.hidden, 1.0, bench.seed);
     x_ = TensorView::dense(x_bytes_.data(), DType::kBF16, {tokens, c.hidden});
     for (std::size_t i = 0; i < kRouteSets; ++i) {
+      if (bench.draw) {
+        routes_.push_back(bench.draw(tokens, i));
+        continue;
+      }
       routes_.push_back(random_ids(bench.route, tokens, c.top_k, num_local(c), bench.seed + i));
       for (std::int32_t& id : routes_.back()) id += static_cast<std::int32_t>(c.first_expert);
     }
@@ -78,6 +84,7 @@ class Case {
     options.machine = bench_.machine;
     options.selection = bench_.selection;
     options.routed_only = bench_.routed_only;
+    options.out = bench_.out;
     auto buffers = std::make_shared<Buffers>();
     for (const LayerWeights& weights : bench_.copies) {
       Result<Pipeline> pipeline = Pipeline::create(bench_.config, weights, x_, options, buffers);
@@ -124,7 +131,12 @@ class Case {
     const std::size_t stride = std::gcd(bench_.copies.size(), kRouteSets);
     for (std::size_t first = 0; first < stride; ++first) {
       std::set<std::int32_t> met;
-      for (std::size_t i = first; i < kRouteSets; i += stride) met.insert(routes_[i].begin(), routes_[i].end());
+      for (std::size_t i = first; i < kRouteSets; i += stride) {
+        for (const std::int32_t id : routes_[i]) {
+          if (id >= bench_.config.first_expert && id < bench_.config.first_expert + num_local(bench_.config))
+            met.insert(id);
+        }
+      }
       pairs += static_cast<double>(met.size()) * copies / static_cast<double>(stride);
     }
     const double rest = layer ? static_cast<double>(num_bytes(w) - num_bytes(w.experts)) : 0;
@@ -199,8 +211,8 @@ class Case {
       layers.push_back(std::move(*layer));
     }
     std::vector<std::byte> workspace(static_cast<std::size_t>(layers[0].workspace_bytes()));
-    std::vector<float> out(static_cast<std::size_t>(tokens_ * bench_.config.hidden));
-    const TensorView out_view = TensorView::dense(out.data(), DType::kF32, {tokens_, bench_.config.hidden});
+    std::vector<std::byte> out(static_cast<std::size_t>(tokens_ * bench_.config.hidden * size_bytes(bench_.out)));
+    const TensorView out_view = TensorView::dense(out.data(), bench_.out, {tokens_, bench_.config.hidden});
     Ctx ctx;
     ctx.workspace = workspace;
     ctx.num_threads = bench_.machine.num_threads;
@@ -293,7 +305,10 @@ Status make_copies(CpuBench& bench, const Subject& subject, double memory_bytes)
   Result<MoeConfig> config = config_to_bench(subject, bench.precision, bench.routed_only, memory_bytes);
   if (!config) return config.status();
   bench.config = *config;
-  const DType dtype = bench_dtype(bench.precision);
+  return make_copies(bench, bench_dtype(bench.precision), memory_bytes);
+}
+
+Status make_copies(CpuBench& bench, DType dtype, double memory_bytes) {
   bench.copy_bytes = weights_bytes(bench.config, dtype, dtype);
   const std::int64_t copies = num_copies(bench.copy_bytes, memory_bytes);
   Progress progress("making weights", Progress::Unit::kItems);
@@ -305,6 +320,32 @@ Status make_copies(CpuBench& bench, const Subject& subject, double memory_bytes)
     bench.copies.push_back(std::move(*made));
   }
   return {};
+}
+
+Ceilings measure_ceilings(int num_threads) {
+  Ceilings ceilings;
+  std::vector<std::string> unsteady;
+  {
+    Progress progress("measuring ceilings", Progress::Unit::kItems);
+    const auto twice = [&](const char* name, int done, double (*measure)(int)) {
+      progress.update(done, 4);
+      const double first = measure(num_threads);
+      progress.update(done + 1, 4);
+      const double second = measure(num_threads), best = std::max(first, second);
+      const double apart = 1 - std::min(first, second) / best;
+      if (apart > kSteadyCeiling) {
+        unsteady.push_back(
+            fmt::format("two measurements of the {} differ by {:.0f} %: something else uses this "
+                        "machine, and every share below is uncertain",
+                        name, 100 * apart));
+      }
+      return best;
+    };
+    ceilings.bytes_per_s = twice("stream bandwidth", 0, [](int n) { return cpu::measure_stream_bytes_per_s(n); });
+    ceilings.flops_per_s = twice("FMA peak", 2, [](int n) { return cpu::measure_fma_flops_per_s(n); });
+  }
+  for (const std::string& text : unsteady) warn(text);
+  return ceilings;
 }
 
 Result<CpuRows> bench_on_cpu(const CpuBench& bench, std::int64_t tokens) { return Case(bench, tokens).run(); }

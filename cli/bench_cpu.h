@@ -15,6 +15,8 @@ struct CpuBench {
   Machine machine;
   std::map<std::string, Selection> selection;
   Route route = Route::kUniform;
+  DrawRoutes draw;  // instead of `route`, where there is one
+  DType out = DType::kF32;
   bool routed_only = false;
   double seconds = 1;  // per measurement
   std::uint64_t seed = 1;
@@ -25,6 +27,11 @@ struct CpuBench {
 Result<MoeConfig> config_to_bench(const Subject& subject, Precision precision, bool routed_only, double memory_bytes);
 // As many copies of the weights as put them far above the last-level cache, within `memory_bytes`.
 Status make_copies(CpuBench& bench, const Subject& subject, double memory_bytes);
+// The same of random weights for bench.config.
+Status make_copies(CpuBench& bench, DType dtype, double memory_bytes);
+
+// Twice each, the better counts; warns of a machine that is not steady.
+Ceilings measure_ceilings(int num_threads);
 
 struct CpuRows {
   std::vector<BenchRow> rows;

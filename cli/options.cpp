@@ -256,16 +256,11 @@ Result<ModelLayer> open_layer(const std::string& model, std::int64_t layer) {
   return ModelLayer{std::move(*checkpoint), std::move(*info)};
 }
 
-Result<LoadedLayer> load_layer(const ModelLayer& model, Precision precision, bool routed_only,
-                               std::optional<ExpertRange> experts) {
+Result<LoadedLayer> load_layer(const ModelLayer& model, Precision precision, bool routed_only, LoadOptions part) {
   Progress progress(fmt::format("loading layer {}", model.info.layer), Progress::Unit::kBytes);
-  LoadOptions options;
+  LoadOptions options = std::move(part);
   options.precision = precision;
   options.routed_only = routed_only;
-  if (experts) {
-    options.first_expert = experts->begin;
-    options.num_local = experts->end > experts->begin ? experts->end - experts->begin : kNoExperts;
-  }
   options.progress = [&](std::int64_t done, std::int64_t total) { progress.update(done, total); };
   options.stop = is_interrupted;  // commands that do not catch signals are ended by them as ever
   return model.checkpoint.load(model.info.layer, options);

@@ -3,7 +3,6 @@
 
 #include <CLI/CLI.hpp>
 #include <map>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -67,9 +66,8 @@ struct ModelLayer {
   LayerInfo info;
 };
 Result<ModelLayer> open_layer(const std::string& model, std::int64_t layer);
-// Loads with a progress bar: all experts, or one rank's.
-Result<LoadedLayer> load_layer(const ModelLayer& model, Precision precision, bool routed_only,
-                               std::optional<ExpertRange> experts = {});
+// Loads with a progress bar: all experts, or the part of a rank that `part` says.
+Result<LoadedLayer> load_layer(const ModelLayer& model, Precision precision, bool routed_only, LoadOptions part = {});
 // The weights where the machine is: as they are on a CPU, uploaded with a progress bar to a GPU.
 Result<LayerWeights> place_weights(LayerWeights weights, const ChosenMachine& chosen);
 

@@ -345,7 +345,7 @@ Result<Pipeline> Pipeline::create(const MoeConfig& config, const LayerWeights& w
   combine.slot_row = p.plan_.slot_row;
   combine.unweighted = config.weight_on_input;
   if (!combine.unweighted) combine.topk_weight = p.topk_weight_;
-  combine.out = p.out_ = memory.make("out", DType::kF32, {T, H});
+  combine.out = p.out_ = memory.make("out", options.out, {T, H});
   SLUICE_TRY(p.add("combine", "combine", combine, {{"out", p.out_}}));
   return p;
 }

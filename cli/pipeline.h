@@ -75,7 +75,8 @@ struct PipelineOptions {
   Machine host = Machine::detect_cpu();  // runs the rows of a CPU, e.g. references, where machine is a GPU
   std::map<std::string, Selection> selection;
   bool routed_only = false;
-  bool with_gate = true;  // false: topk_idx and topk_weight are filled by the caller
+  bool with_gate = true;    // false: topk_idx and topk_weight are filled by the caller
+  DType out = DType::kF32;  // of the layer's output
 };
 
 // Tensors on the host: a row of a GPU then runs on copies (check). Tensors on the GPU, weights and x included: the rows run
@@ -86,6 +87,7 @@ class Pipeline {
                                  const PipelineOptions& options, std::shared_ptr<Buffers> buffers);
 
   std::vector<Step>& steps() { return steps_; }
+  const std::vector<Step>& steps() const { return steps_; }
   // Runs one step with its chosen implementation, or with the one named.
   Status run(const Step& step, std::string_view impl = {});
   Status run_all();
@@ -97,7 +99,7 @@ class Pipeline {
   const TensorView& topk_weight() const { return topk_weight_; }  // [T,S] f32
   const TensorView& y() const { return y_; }                      // [R,H]
   const TensorView& y_shared() const { return y_shared_; }        // [T,H], or absent
-  const TensorView& out() const { return out_; }                  // [T,H] f32
+  const TensorView& out() const { return out_; }                  // [T,H]
   const RoutePlan& plan() const { return plan_; }
   const PipelineOptions& options() const { return options_; }
   // Valid once `route` has run: reads what the steps work on, e.g. how many experts have rows.

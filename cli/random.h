@@ -1,6 +1,7 @@
 // Random activations and weights in memory: the same seed gives the same bytes on every machine and thread count.
 #pragma once
 
+#include <functional>
 #include <vector>
 
 #include "sluice/sluice.h"
@@ -33,5 +34,8 @@ std::int64_t weights_bytes(const MoeConfig& config, DType experts, DType shared)
 enum class Route { kUniform, kZipf, kOneExpert };
 std::vector<std::int32_t> random_ids(Route route, std::int64_t num_tokens, std::int64_t top_k, std::int64_t num_experts,
                                      std::uint64_t seed);
+
+// Global ids [T,S] of the set of routes number `set`; those of experts that are not local may be among them.
+using DrawRoutes = std::function<std::vector<std::int32_t>(std::int64_t num_tokens, std::size_t set)>;
 
 }  // namespace sluice::cli

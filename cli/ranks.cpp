@@ -67,23 +67,52 @@ void add_ranks(CLI::App& sub, RankOptions& options) {
       ->type_name("S");
 }
 
+void add_tensor_ranks(CLI::App& sub, RankOptions& options) {
+  sub.add_option("--tp", options.num_tensor,
+                 "With --ep: N neighbouring ranks share their experts, each with a part of I [1]")
+      ->check(whole_number(1, 64))
+      ->needs(sub.get_option("--ep"))
+      ->type_name("N");
+}
+
 Result<Ranks> Ranks::start(const RankOptions& options) {
-  if (!options.spread) return Ranks(local_transport());
+  if (!options.spread) return Ranks();
   if (options.transport != "mpi") {
     return Status(StatusCode::kUnsupported,
                   fmt::format("--transport {}: this build has none of that name; it has mpi", options.transport));
   }
 #ifdef SLUICE_WITH_MPI
   start_mpi(options.timeout_seconds);
-  Result<std::shared_ptr<Transport>> transport = mpi_transport(MPI_COMM_WORLD, {options.timeout_seconds});
-  if (!transport) {
-    say(fmt::format("sluice: error: {}\n", transport.status().message()));
+  const MpiOptions mpi{options.timeout_seconds};
+  const auto give_up = [](const Status& status) {
+    say(fmt::format("sluice: error: {}\n", status.message()));
     std::this_thread::sleep_for(kLastWords);
     MPI_Abort(MPI_COMM_WORLD, kExitBadInput);
-    return transport.status();
+    return status;
+  };
+  Result<std::shared_ptr<Transport>> world = mpi_transport(MPI_COMM_WORLD, mpi);
+  if (!world) return give_up(world.status());
+  started() = *world;
+  Ranks ranks;
+  ranks.transport_ = *world;
+  ranks.spread_ = *world;
+  const std::int64_t size = ranks.num_ranks(), tensor = options.num_tensor;
+  SLUICE_TRY(ranks.same(tensor, "tensor ranks"));
+  if (size % tensor != 0) {
+    return Status(StatusCode::kInvalidArgument,
+                  fmt::format("--tp {}: {} ranks are no multiple of {}", tensor, size, tensor));
   }
-  started() = *transport;
-  return Ranks(*transport);
+  if (tensor == 1) return ranks;
+  for (const bool is_tensor : {false, true}) {
+    MPI_Comm group = MPI_COMM_NULL;
+    const std::int64_t color = is_tensor ? ranks.rank() / tensor : ranks.rank() % tensor;
+    MPI_Comm_split(MPI_COMM_WORLD, static_cast<int>(color), static_cast<int>(ranks.rank()), &group);
+    Result<std::shared_ptr<Transport>> transport = mpi_transport(group, mpi);
+    MPI_Comm_free(&group);
+    if (!transport) return give_up(transport.status());
+    (is_tensor ? ranks.tensor_ : ranks.spread_) = *transport;
+  }
+  return ranks;
 #else
   return Status(StatusCode::kUnsupported, "--ep: this build has no MPI to start ranks with (SLUICE_MPI)");
 #endif

@@ -12,8 +12,10 @@ struct RankOptions {
   bool spread = false;  // --ep
   std::string transport = "mpi";
   double timeout_seconds = 30;
+  std::int64_t num_tensor = 1;  // --tp
 };
 void add_ranks(CLI::App& sub, RankOptions& options);
+void add_tensor_ranks(CLI::App& sub, RankOptions& options);
 
 class Ranks {
  public:
@@ -23,7 +25,10 @@ class Ranks {
   std::int64_t num_ranks() const { return transport_->num_ranks(); }
   std::int64_t rank() const { return transport_->rank(); }
   bool is_first() const { return rank() == 0; }
+  // All of them; those that the experts are spread over; those that I is cut over, neighbours in the first.
   const std::shared_ptr<Transport>& transport() const { return transport_; }
+  const std::shared_ptr<Transport>& spread() const { return spread_; }
+  const std::shared_ptr<Transport>& tensor() const { return tensor_; }
 
   // Every rank says whether it can go on; a failure anywhere is one everywhere. Collective.
   Status agree(const Status& mine) const;
@@ -36,10 +41,10 @@ class Ranks {
   Status collect(const std::byte* mine, std::int64_t count, std::int64_t row_bytes, std::byte* receive) const;
 
  private:
-  explicit Ranks(std::shared_ptr<Transport> transport) : transport_(std::move(transport)) {}
+  Ranks() : transport_(local_transport()), spread_(transport_), tensor_(transport_) {}
   Result<std::vector<std::int64_t>> all(std::int64_t mine) const;
 
-  std::shared_ptr<Transport> transport_;
+  std::shared_ptr<Transport> transport_, spread_, tensor_;
 };
 
 // Whether this process is not one of several, or the first of them: it speaks for all. The others speak of what went wrong

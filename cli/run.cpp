@@ -15,6 +15,7 @@
 #include "options.h"
 #include "progress.h"
 #include "ranks.h"
+#include "sluice/placement_plan.h"
 #include "subject.h"
 
 namespace sluice::cli {
@@ -59,6 +60,7 @@ struct RunOptions {
   bool routed_only = false;
   MachineOptions machine;
   RankOptions ranks;
+  std::string placement;  // file; empty: the balanced split
 };
 
 // Scratch the run may use beside the weights; with input and output chunks it stays well inside the promised 200 MB. On a
@@ -120,10 +122,11 @@ struct Planned {
 Result<Planned> plan(const MoeConfig& config, const LayerWeights& weights, LayerOptions options, const Ranks& ranks,
                      std::int64_t num_tokens, std::int64_t row_bytes) {
   const std::int64_t limit = options.machine.device.kind == DeviceKind::kCuda ? kGpuChunkBytes : kChunkBytes;
-  options.transport = ranks.transport();
+  options.transport = ranks.spread();
+  options.tensor_transport = ranks.tensor();
   options.round_bytes = limit / 2;
   options.plan_only = true;
-  options.max_tokens = std::clamp<std::int64_t>(ceil_div(num_tokens, ranks.num_ranks()), 1, kMaxChunk);
+  options.max_tokens = std::clamp<std::int64_t>(ceil_div(num_tokens, ranks.spread()->num_ranks()), 1, kMaxChunk);
   Status fits;
   while (true) {
     Result<Layer> layer = Layer::create(config, weights, options);
@@ -154,7 +157,8 @@ Status forward_share(const Planned& planned, const Ranks& ranks, LayerRunner& ru
                      std::int64_t begin, std::int64_t count, std::vector<std::byte>& rows, LayerOutput& output,
                      Totals& totals) {
   const std::int64_t H = input.hidden(), S = planned.layer.config().top_k;
-  const ExpertRange share = experts_of_rank(count, ranks.num_ranks(), ranks.rank());  // the balanced split of anything
+  // The balanced split of anything; the ranks of a tensor group bring the same tokens.
+  const ExpertRange share = experts_of_rank(count, ranks.spread()->num_ranks(), ranks.spread()->rank());
   const std::int64_t tokens = share.end - share.begin;
   SLUICE_TRY(ranks.agree(is_interrupted() ? Status(StatusCode::kIoError, kInterrupted)
                                           : input.read(begin + share.begin, tokens, rows.data())));
@@ -171,7 +175,7 @@ Status forward_share(const Planned& planned, const Ranks& ranks, LayerRunner& ru
 Status run_tokens(const Planned& planned, const Ranks& ranks, TokenInput& input, const std::string& output,
                   Totals& totals) {
   const std::int64_t T = input.num_tokens(), H = input.hidden(), S = planned.layer.config().top_k;
-  const std::int64_t step = planned.chunk * ranks.num_ranks();
+  const std::int64_t step = planned.chunk * ranks.spread()->num_ranks();
   Result<LayerRunner> runner = LayerRunner::create(planned.layer);
   SLUICE_TRY(ranks.agree(runner.status()));
   std::vector<std::byte> rows(static_cast<std::size_t>(planned.chunk * H * size_bytes(input.dtype())));
@@ -185,7 +189,7 @@ Status run_tokens(const Planned& planned, const Ranks& ranks, TokenInput& input,
     if (ranks.is_first()) progress.update(begin, T);
     SLUICE_TRY(forward_share(planned, ranks, *runner, input, begin, count, rows, mine, totals));
     if (ranks.is_first()) y.resize(static_cast<std::size_t>(count * H));
-    const std::int64_t tokens = std::ssize(mine.topk_idx) / S;
+    const std::int64_t tokens = ranks.tensor()->rank() == 0 ? std::ssize(mine.topk_idx) / S : 0;
     std::byte* const idx_rows = reinterpret_cast<std::byte*>(topk_idx.data() + (ranks.is_first() ? begin * S : 0));
     std::byte* const weight_rows =
         reinterpret_cast<std::byte*>(topk_weight.data() + (ranks.is_first() ? begin * S : 0));
@@ -229,7 +233,7 @@ Status run_tokens(const Planned& planned, const Ranks& ranks, TokenInput& input,
   }
   SLUICE_TRY(all_know ? status : ranks.agree(status));
   for (int i = 0; i < kNumCounters; ++i) {
-    const Result<std::int64_t> sum = ranks.sum(mine.counters[i]);
+    const Result<std::int64_t> sum = ranks.sum(ranks.tensor()->rank() == 0 ? mine.counters[i] : 0);
     if (!sum) return sum.status();
     totals.counters[i] = *sum;
   }
@@ -257,6 +261,7 @@ void print_report(const RunOptions& options, bool json, const Ranks& ranks, cons
                 {"device", device_json(chosen)},
                 {"threads", planned.layer.options().machine.num_threads},
                 {"ranks", ranks.num_ranks()},
+                {"tensor_ranks", ranks.tensor()->num_ranks()},
                 {"transport", ranks.transport()->name()},
                 {"weight_bytes", weight_bytes},
                 {"seconds", totals.seconds},
@@ -274,8 +279,11 @@ void print_report(const RunOptions& options, bool json, const Ranks& ranks, cons
   fmt::print("{}: y[{},{}] f32, topk_idx, topk_weight\n", options.output, T, H);
   const std::string of_first = ranks.num_ranks() == 1 ? "" : " on rank 0";
   if (ranks.num_ranks() > 1) {
-    fmt::print("{} ranks over {}, {} of {} experts on rank 0\n", ranks.num_ranks(), ranks.transport()->name(),
-               num_local(loaded.config), loaded.config.num_experts);
+    fmt::print("{} ranks over {}, {} of {} experts on rank 0{}\n", ranks.num_ranks(), ranks.transport()->name(),
+               num_local(loaded.config), loaded.config.num_experts,
+               ranks.tensor()->num_ranks() == 1 ? ""
+                                                : fmt::format(", {} of I cut over {} ranks", loaded.config.intermediate,
+                                                              ranks.tensor()->num_ranks()));
   }
   fmt::print("{}\n{}: weights {}, workspace {}{}\n", chosen.describe(), chosen.name(), format_bytes(weight_bytes),
              format_bytes(planned.layer.workspace_bytes()), of_first);
@@ -322,6 +330,46 @@ Result<Ready> prepare(const RunOptions& options, const std::map<std::string, Sel
   return Ready{std::move(*chosen), std::move(*input), precision, std::move(layer_options), std::move(subject)};
 }
 
+// The slots of `rank`, of the placement or of the balanced split.
+LoadOptions part_of(const Placement& placement, std::int64_t num_experts, std::int64_t num_ranks, std::int64_t rank) {
+  LoadOptions part;
+  if (!placement.slot_expert.empty() && placement.num_local(rank) > 0) {
+    const auto slots = placement.slot_expert.begin();
+    part.experts.assign(slots + placement.rank_begin[static_cast<std::size_t>(rank)],
+                        slots + placement.rank_begin[static_cast<std::size_t>(rank) + 1]);
+    return part;
+  }
+  const ExpertRange range = experts_of_rank(num_experts, num_ranks, rank);
+  const bool has_none = range.end == range.begin || !placement.slot_expert.empty();
+  part.first_expert = has_none ? 0 : range.begin;
+  part.num_local = has_none ? kNoExperts : range.end - range.begin;
+  return part;
+}
+
+Result<LoadedLayer> load_part(const Ready& ready, const Ranks& ranks, bool routed_only) {
+  LoadOptions part;
+  if (ranks.num_ranks() > 1) {
+    part = part_of(ready.layer_options.placement, ready.subject.config.num_experts, ranks.spread()->num_ranks(),
+                   ranks.spread()->rank());
+    part.tensor_shard = {ranks.tensor()->rank(), ranks.tensor()->num_ranks()};
+  }
+  return load_layer(*ready.subject.model, ready.precision, routed_only, std::move(part));
+}
+
+// The placement of the layer in a file that `sluice eplb` made.
+Result<Placement> read_placement(const std::string& file, std::int64_t layer, const Ranks& ranks) {
+  Result<std::vector<LayerPlacement>> placements = read_placements(file);
+  if (!placements) return placements.status().with_context("--placement");
+  for (LayerPlacement& of_layer : *placements) {
+    if (of_layer.layer != layer) continue;
+    if (of_layer.placement.num_ranks() == ranks.spread()->num_ranks()) return std::move(of_layer.placement);
+    return Status(StatusCode::kInvalidArgument,
+                  fmt::format("--placement {}: it is for {} ranks, the experts are spread over {}", file,
+                              of_layer.placement.num_ranks(), ranks.spread()->num_ranks()));
+  }
+  return Status(StatusCode::kNotFound, fmt::format("--placement {}: it has no layer {}", file, layer));
+}
+
 Outcome run(const RunOptions& options, bool json) {
   Result<std::map<std::string, Selection>> selection = parse_selection(options.machine.impl);
   if (!selection) return Outcome::usage(selection.status().message());
@@ -335,6 +383,14 @@ Outcome run(const RunOptions& options, bool json) {
   if (!ranks) return ranks.status();
   bool usage = false;
   Result<Ready> ready = prepare(options, *selection, asked, usage);
+  if (ready && !options.placement.empty()) {
+    Result<Placement> placement = read_placement(options.placement, options.layer, *ranks);
+    if (placement) {
+      ready->layer_options.placement = std::move(*placement);
+    } else {
+      ready = placement.status();
+    }
+  }
   if (Status s = ranks->agree(ready.status()); !s.is_ok()) return usage ? Outcome::usage(s.message()) : Outcome(s);
 
   SLUICE_TRY(ranks->same(ready->input->num_tokens(), "tokens in its input"));
@@ -343,8 +399,7 @@ Outcome run(const RunOptions& options, bool json) {
   const auto or_interrupted = [](const Status& status) {
     return is_interrupted() ? interrupted(Status(StatusCode::kIoError, kInterrupted)) : Outcome(status);
   };
-  const ExpertRange experts = experts_of_rank(ready->subject.config.num_experts, ranks->num_ranks(), ranks->rank());
-  Result<LoadedLayer> loaded = load_layer(*ready->subject.model, ready->precision, options.routed_only, experts);
+  Result<LoadedLayer> loaded = load_part(*ready, *ranks, options.routed_only);
   if (Status s = ranks->agree(loaded.status()); !s.is_ok()) return or_interrupted(s);
   for (const std::string& tensor : loaded->nan_tensors) warn("NaN weights: " + tensor);
   const std::int64_t weight_bytes = num_bytes(loaded->weights);
@@ -352,6 +407,7 @@ Outcome run(const RunOptions& options, bool json) {
   if (Status s = ranks->agree(weights.status()); !s.is_ok()) return or_interrupted(s);
   loaded->weights = {};
 
+  ready->layer_options.shared_is_whole = loaded->shared_is_whole;
   TokenInput& input = *ready->input;
   Result<Planned> planned = plan(loaded->config, *weights, ready->layer_options, *ranks, input.num_tokens(),
                                  input.hidden() * (4 + size_bytes(input.dtype())));
@@ -395,6 +451,11 @@ void add_run(CLI::App& app, Command& command) {
   add_device(*sub, o->machine);
   add_threads(*sub, o->machine);
   add_ranks(*sub, o->ranks);
+  add_tensor_ranks(*sub, o->ranks);
+  sub->add_option("--placement", o->placement,
+                  "With --ep: which rank holds which experts, a file of `sluice eplb` [the balanced split]")
+      ->needs(sub->get_option("--ep"))
+      ->type_name("FILE");
   add_json(*sub, command);
   sub->callback([&command, o] { command.run = [&command, o] { return run(*o, command.json); }; });
 }

@@ -90,7 +90,7 @@ TEST(LayerRefusals, CreateRefusesWhatCannotRun) {
       {"local huge",
        [&] { return with(bf16, [](C& c, W&, O&) { c.num_local = INT64_MAX; }); },
        {"local experts [0, 92"}},
-      {"local negative", [&] { return with(bf16, [](C& c, W&, O&) { c.num_local = -1; }); }, {"num_local", "-1"}},
+      {"local negative", [&] { return with(bf16, [](C& c, W&, O&) { c.num_local = -2; }); }, {"num_local", "-2"}},
       {"tokens huge", [&] { return with(bf16, [](C&, W&, O& o) { o.max_tokens = INT64_MAX; }); }, {"max_tokens"}},
       {"rows huge", [&] { return with(bf16, [](C&, W&, O& o) { o.max_rows = INT64_MAX; }); }, {"max_rows"}},
       {"rows per expert huge",

@@ -3,7 +3,8 @@
 style kernel on the grid, each checked on sampled rows first. Prints JSON lines; a peer that is not there or refuses a
 shape says so in its line.
 
-    torch_triton.py [--seconds N] [part of a shape's name]     start no new case after N seconds
+    torch_triton.py [--seconds N] [--peers FILE] [part of a shape's name]
+                    start no new case after N seconds; also write the figures as `sluice bench --grid --peers FILE` reads them
 """
 
 import argparse
@@ -15,7 +16,10 @@ import triton
 import triton.language as tl
 
 import grid as g
+import peers_file
 import routes
+
+printed = []  # every figure, for --peers
 
 
 # Tokens sorted by expert and padded to BLOCK_M, one expert a block: the form the public fused MoE kernels share.
@@ -81,7 +85,8 @@ def report(impl, row, name, n, k, offsets, timing=None, worst=-1.0, config="", e
                  "share_of_floor": round(floor / median, 3), "bytes": num_bytes, "flops": flops}
     else:
         line["error"] = error
-    print(json.dumps(line | {"worst_error": round(worst, 4), "config": config}), flush=True)
+    printed.append(line | {"worst_error": round(worst, 4), "config": config})
+    print(json.dumps(printed[-1]), flush=True)
 
 
 def checked(impl, row, name, n, k, all_offsets, inputs, variants, run, config):
@@ -164,6 +169,7 @@ def run_fp8(row, name, n, k, all_offsets):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--seconds", type=float, default=3600)
+    parser.add_argument("--peers", default="")
     parser.add_argument("shape", nargs="?", default="")
     options = parser.parse_args()
     begin = time.monotonic()
@@ -189,6 +195,8 @@ def main():
                 run_fp8(row, name, n, k, all_offsets)
             run_bf16(row, name, n, k, all_offsets)
             torch.cuda.empty_cache()
+    if options.peers:
+        peers_file.write(options.peers, printed, torch.cuda.get_device_name())
 
 
 if __name__ == "__main__":

@@ -33,6 +33,11 @@ struct LoadOptions {
   // says the same, so that a layer made of both skips the ids of other ranks.
   std::int64_t first_expert = 0;
   std::int64_t num_local = 0;
+  // Or the experts of a rank's slots (sluice/placement.h), in their order, the same one several times if it is so placed;
+  // empty: as above. LoadedLayer::config then has first_expert = 0 and num_local as many.
+  std::vector<std::int32_t> experts = {};
+  // One rank's part where I is cut over ranks (shard() in sluice/weights.h). The experts are read whole and cut in memory.
+  TensorShard tensor_shard = {};
   // Called with bytes done and in all; may be empty.
   std::function<void(std::int64_t done, std::int64_t total)> progress = {};
   // Asked now and then while loading, by one thread at a time; true ends the load with kIoError. May be empty.
@@ -42,6 +47,7 @@ struct LoadOptions {
 struct LoadedLayer {
   MoeConfig config;
   LayerWeights weights;
+  bool shared_is_whole = false;          // of a tensor shard: the shared expert was too narrow to be cut
   std::int64_t num_nan = 0;              // NaN weights found while loading: reported, never hidden
   std::vector<std::string> nan_tensors;  // the first few that hold them, with counts
   std::vector<std::string> notes;        // conversions made, tensors of the layer that are known and not used

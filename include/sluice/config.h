@@ -65,6 +65,10 @@ std::string describe(const Activation& activation);
 enum class ScaleFormat : std::uint8_t { kF32, kUe8m0 };
 std::string_view to_string(ScaleFormat format);
 
+// MoeConfig::num_local of a rank without experts: its weights are [0,2I,H] and [0,H,I], in the dtype of the other ranks', and
+// may be null; nothing is routed to it. Its gate, its shared expert and its output are those of any rank.
+inline constexpr std::int64_t kNoExperts = -1;
+
 struct MoeConfig {
   std::int64_t hidden = 0;        // H
   std::int64_t intermediate = 0;  // I
@@ -77,17 +81,13 @@ struct MoeConfig {
   std::int64_t shared_intermediate = 0;              // of all shared experts together; 0: none
   bool has_shared_gate = false;                      // shared output times sigmoid(x . w_shared_gate)
   std::int64_t first_expert = 0;                     // global id of the first local expert
-  std::int64_t num_local = 0;                        // L; 0 means all E, kNoExperts none
+  std::int64_t num_local = 0;                        // L; 0: all E; kNoExperts: none
 };
-
-// Of MoeConfig::num_local and LoadOptions::num_local: a rank that holds no expert (3 experts over 4 ranks). Its weights w13,
-// w2 and scales have L = 0.
-inline constexpr std::int64_t kNoExperts = -1;
 
 inline constexpr std::int64_t kMaxExperts = 1024;
 inline constexpr std::int64_t kMaxTopK = 32;
 
-std::int64_t num_local(const MoeConfig& config);
+std::int64_t num_local(const MoeConfig& config);  // L itself, 0 to E
 // Impossible layers are refused here, naming the fields and their values; no other rule steps in.
 Status validate(const MoeConfig& config);
 

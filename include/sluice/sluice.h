@@ -6,6 +6,8 @@
 #include "sluice/core.h"
 #include "sluice/device.h"
 #include "sluice/layer.h"
+#include "sluice/placement.h"
+#include "sluice/placement_plan.h"
 #include "sluice/plan.h"
 #include "sluice/quantize.h"
 #include "sluice/stage/combine.h"

@@ -110,9 +110,10 @@ Status validate(const MoeConfig& config) {
     return refuse("has_shared_gate is set, but shared_intermediate = 0");
   }
   SLUICE_TRY(validate(config.gate, config.num_experts, config.top_k));
-  if (config.num_local < 0 && config.num_local != kNoExperts)
+  if (config.num_local < kNoExperts) {
     return refuse(
-        fmt::format("num_local = {} is neither a number of experts nor {} for none", config.num_local, kNoExperts));
+        fmt::format("num_local = {} is neither a number of experts nor {} (none)", config.num_local, kNoExperts));
+  }
   const std::int64_t local = num_local(config);
   std::int64_t local_end = 0;
   const bool overflows = __builtin_add_overflow(config.first_expert, local, &local_end);

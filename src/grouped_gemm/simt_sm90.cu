@@ -152,7 +152,7 @@ __global__ void __launch_bounds__(kThreads) grouped_gemm_simt(const __grid_const
 // ---------------------------------------------------------------------------------------------------------
 
 Status run_simt(const Args& args, const Ctx& ctx) {
-  if (args.a.shape[0] == 0) return Status::ok();
+  if (args.a.shape[0] == 0 || args.w.shape[0] == 0) return Status::ok();
   const device::Current current(args.a.device);
   SLUICE_TRY(current.status().with_context("grouped_gemm"));
   Params p = {};

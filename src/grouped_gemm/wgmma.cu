@@ -75,7 +75,7 @@ Status num_blocks(const Args& args, const GpuTile& tile, const Params& p, unsign
 }  // namespace wgmma
 
 Status run_wgmma_tile(const Args& args, const Ctx& ctx, const GpuTile& tile) {
-  if (args.a.shape[0] == 0) return Status::ok();
+  if (args.a.shape[0] == 0 || args.w.shape[0] == 0) return Status::ok();
   SLUICE_TRY(check_alignment(args));
   const device::Current current(args.a.device);
   SLUICE_TRY(current.status().with_context("grouped_gemm"));

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstring>
 #include <mutex>
+#include <numeric>
 
 #include "cpu/parallel.h"
 #include "io/unpack.h"
@@ -45,8 +46,61 @@ class Loader {
     SLUICE_TRY(take_matrix(files_.router, {E, H}, w.w_gate));
     SLUICE_TRY(take_f32(files_.router_bias, {E}, w.router_bias));
     SLUICE_TRY(take_f32(files_.score_bias, {E}, w.score_bias));
+    Result<std::vector<std::int64_t>> slots = find_slots(E);
+    if (!slots) return slots.status();
+    SLUICE_TRY(take_ffn(files_.experts, H, *slots, w.experts));
+    if (options_.routed_only && files_.shared.present) {
+      loaded_.config.shared_intermediate = 0;
+      loaded_.config.has_shared_gate = false;
+      loaded_.notes.push_back("the shared expert was not read (routed_only)");
+    } else if (files_.shared.present) {
+      SLUICE_TRY(take_ffn(files_.shared, H, counted_from(0, files_.shared.num_experts), w.shared));
+      SLUICE_TRY(take_matrix(files_.shared_gate, {1, H}, w.shared_gate));
+    }
+    SLUICE_TRY(check_ledger());
+    SLUICE_TRY(run());
+    for (TensorView* bias : {&w.experts.w13_bias, &w.experts.w2_bias}) SLUICE_TRY(pick(*slots, *bias));
+    SLUICE_TRY(check_weights(loaded_.config, w));
+    if (options_.tensor_shard.size == 1) return std::move(loaded_);
+    Result<ShardedLayer> part = shard(loaded_.config, w, options_.tensor_shard);
+    if (!part) return part.status().with_context("load");
+    loaded_.config = part->config;
+    loaded_.weights = std::move(part->weights);
+    loaded_.shared_is_whole = part->shared_is_whole;
+    return std::move(loaded_);
+  }
+
+ private:
+  // ---- experts ----
+
+  static std::vector<std::int64_t> counted_from(std::int64_t first, std::int64_t count) {
+    std::vector<std::int64_t> slots(static_cast<std::size_t>(count));
+    std::iota(slots.begin(), slots.end(), first);
+    return slots;
+  }
+  static bool are_neighbours(const std::vector<std::int64_t>& slots) {
+    return slots.empty() || slots == counted_from(slots.front(), std::ssize(slots));
+  }
+
+  // The expert of each slot, and what the config says of them.
+  Result<std::vector<std::int64_t>> find_slots(std::int64_t E) {
     const std::int64_t first = options_.first_expert;
     const bool has_none = options_.num_local == kNoExperts;
+    if (!options_.experts.empty()) {
+      if (first != 0 || options_.num_local != 0) {
+        return Status(StatusCode::kInvalidArgument,
+                      fmt::format("load: experts are listed, and first_expert = {} and num_local = {} are given too",
+                                  first, options_.num_local));
+      }
+      for (const std::int32_t expert : options_.experts) {
+        if (expert >= 0 && expert < E) continue;
+        return Status(StatusCode::kInvalidArgument,
+                      fmt::format("load: expert {} of the list is none of the layer's {}", expert, E));
+      }
+      loaded_.config.first_expert = 0;
+      loaded_.config.num_local = std::ssize(options_.experts);
+      return std::vector<std::int64_t>(options_.experts.begin(), options_.experts.end());
+    }
     const std::int64_t count = has_none ? 0 : options_.num_local > 0 ? options_.num_local : E - first;
     if (first < 0 || (options_.num_local < 0 && !has_none) || (first >= E && !has_none) || count > E - first) {
       return Status(StatusCode::kInvalidArgument,
@@ -55,22 +109,25 @@ class Loader {
     }
     loaded_.config.first_expert = first;
     loaded_.config.num_local = has_none ? kNoExperts : count == E ? 0 : count;
-    SLUICE_TRY(take_ffn(files_.experts, H, first, count, w.experts));
-    if (options_.routed_only && files_.shared.present) {
-      loaded_.config.shared_intermediate = 0;
-      loaded_.config.has_shared_gate = false;
-      loaded_.notes.push_back("the shared expert was not read (routed_only)");
-    } else if (files_.shared.present) {
-      SLUICE_TRY(take_ffn(files_.shared, H, 0, files_.shared.num_experts, w.shared));
-      SLUICE_TRY(take_matrix(files_.shared_gate, {1, H}, w.shared_gate));
-    }
-    SLUICE_TRY(check_ledger());
-    SLUICE_TRY(run());
-    SLUICE_TRY(check_weights(loaded_.config, w));
-    return std::move(loaded_);
+    return counted_from(first, count);
   }
 
- private:
+  // Biases are few and were taken of all experts: those of the slots, in their order.
+  Status pick(const std::vector<std::int64_t>& slots, TensorView& view) {
+    if (!view.is_present()) return Status::ok();
+    if (are_neighbours(slots)) {
+      view = view.slice(slots.empty() ? 0 : slots.front(), std::ssize(slots));
+      return Status::ok();
+    }
+    const TensorView all = view;
+    SLUICE_TRY(allocate(all.dtype, {std::ssize(slots), all.shape[1]}, view));
+    for (std::int64_t l = 0; l < std::ssize(slots); ++l) {
+      std::memcpy(view.row(l), all.row(slots[static_cast<std::size_t>(l)]),
+                  static_cast<std::size_t>(all.shape[1] * size_bytes(all.dtype)));
+    }
+    return Status::ok();
+  }
+
   // ---- destinations ----
 
   Status allocate(DType dtype, std::initializer_list<std::int64_t> shape, TensorView& view) {
@@ -228,10 +285,10 @@ class Loader {
 
   // ---- the gated FFN ----
 
-  // Experts [first, first + count) of it; what the files hold as one tensor is taken whole and shown in part.
-  Status take_ffn(const StoredFfn& ffn, std::int64_t H, std::int64_t first, std::int64_t count, FfnWeights& out) {
-    const std::int64_t E = ffn.num_experts, L = count, I = ffn.intermediate;
-    first_ = first;
+  // The experts of the slots; what the files hold as one tensor is taken whole and shown in part where that is enough.
+  Status take_ffn(const StoredFfn& ffn, std::int64_t H, const std::vector<std::int64_t>& slots, FfnWeights& out) {
+    const std::int64_t E = ffn.num_experts, L = std::ssize(slots), I = ffn.intermediate;
+    const std::int64_t first = slots.empty() ? 0 : slots.front();
     const std::int64_t Ib = ceil_div(I, kScaleBlock), Hb = ceil_div(H, kScaleBlock);
     const bool per_channel = is_per_channel(ffn.format);
     const bool keep = is_kept(ffn.format) && options_.precision != Precision::kBF16;
@@ -240,7 +297,7 @@ class Loader {
     if (ffn.dtype == DType::kF16) note_conversion("f16", DType::kF32);
 
     // Stored as wanted? f16 never is; e4m3 and int8 when they stay so.
-    const bool as_stored = ffn.dtype == dtype && !ffn.transposed;
+    const bool as_stored = ffn.dtype == dtype && !ffn.transposed && are_neighbours(slots);
     const bool w13_view = as_stored && ffn.fused && ffn.order == GateUp::kGateFirst &&
                           take_view(ffn.gate[0], dtype, {E, 2 * I, H}, out.w13);
     const bool w2_view = as_stored && ffn.down.size() == 1 && take_view(ffn.down[0], dtype, {E, H, I}, out.w2);
@@ -255,17 +312,16 @@ class Loader {
       SLUICE_TRY(allocate(DType::kF32, {L, 2 * Ib, Hb}, out.w13_scale));
       SLUICE_TRY(allocate(DType::kF32, {L, Hb, Ib}, out.w2_scale));
     }
-    for (std::int64_t e = first; e < first + L; ++e) {
+    for (std::int64_t l = 0; l < L; ++l) {
+      const std::int64_t e = slots[static_cast<std::size_t>(l)];
+      first_ = e - l;
       if (!w13_view) ffn.fused ? fused_w13(ffn, e, H, out) : split_w13(ffn, e, H, out);
       if (!w2_view) take_w2(ffn, e, H, out);
       // Rows and columns of scales: of gate or up, then of down.
       if (keep && per_channel) expert_scales(ffn, e, {I, 1, H, 1}, out);
       if (keep && !per_channel) expert_scales(ffn, e, {Ib, Hb, Hb, Ib}, out);
     }
-    SLUICE_TRY(take_biases(ffn, H, out));
-    if (out.w13_bias.is_present()) out.w13_bias = out.w13_bias.slice(first, L);
-    if (out.w2_bias.is_present()) out.w2_bias = out.w2_bias.slice(first, L);
-    return Status::ok();
+    return take_biases(ffn, H, out);
   }
 
   void split_w13(const StoredFfn& ffn, std::int64_t e, std::int64_t H, const FfnWeights& out) {
@@ -468,7 +524,7 @@ class Loader {
 
   const LayerFiles& files_;
   const LoadOptions& options_;
-  std::int64_t first_ = 0;  // expert in the first place of the destinations
+  std::int64_t first_ = 0;  // the expert that is being taken, less its slot
   bool poison_;
   LoadedLayer loaded_;
   std::vector<Job> jobs_;

@@ -86,6 +86,7 @@ Status accepts(const Layer::State& s, const Stage<Args>& stage, const Args& args
 // up, activation, down on rows that are grouped already.
 Status experts(const Layer::State& s, const FfnStages& stages, const FfnWeights& weights, const FfnBuffers& b,
                const RowGroups& groups, const Ctx& ctx) {
+  if (weights.w13.shape[0] == 0) return Status::ok();  // a rank without experts has no rows either
   if (b.rows.data.shape[0] <= stages.most_fused_rows) {
     SLUICE_TRY(stages.up_act(up_act_args(s, weights, b, groups), ctx));  // [R,H] -> a [R,I]
   } else {
@@ -338,11 +339,11 @@ Status Layer::forward_masked(const Rows& rows, const TensorView& num_rows, const
   const State& s = *state_;
   SLUICE_TRY(check_rows(s, "forward_masked", rows, out));
   const std::int64_t num_groups = num_local(s.config);
-  if (rows.data.shape[0] % num_groups != 0) {
+  if (num_groups == 0 ? rows.data.shape[0] != 0 : rows.data.shape[0] % num_groups != 0) {
     return {StatusCode::kInvalidArgument, fmt::format("forward_masked: {} rows are not a multiple of L = {} experts",
                                                       rows.data.shape[0], num_groups)};
   }
-  const std::int64_t per_group = rows.data.shape[0] / num_groups;
+  const std::int64_t per_group = num_groups == 0 ? 0 : rows.data.shape[0] / num_groups;
   const RowGroups groups = RowGroups::masked(num_rows, per_group);
   SLUICE_TRY(check_row_groups("forward_masked", groups, num_groups, rows.data.shape[0], Phase::kRun));
   SLUICE_TRY(check_place("forward_masked", "num_rows", num_rows, s.device()));

@@ -1,4 +1,6 @@
 // `mpirun -n P sluice run --ep`, as users start it.
+#include <sstream>
+
 #include "cli/cli_fixture.h"
 
 namespace sluice::test {
@@ -35,6 +37,76 @@ TEST_F(CliRanks, TheOutputIsThatOfOneRank) {
     if (num_ranks == 3) EXPECT_THAT(ran.out, HasSubstr("3 ranks over mpi, 11 of 32 experts on rank 0"));
     fs::remove(path("many.safetensors"));
   }
+}
+
+TEST_F(CliRanks, APlacementWithReplicasChangesNoBit) {
+  const std::string x = std::string(kTiny) + "/golden.safetensors:layer1.x";
+  const std::vector<std::string> common = {"--model", kTiny, "--layer", "1", "--input", x};
+  const auto with = [&](std::vector<std::string> first, const std::vector<std::string>& more) {
+    first.insert(first.end(), common.begin(), common.end());
+    first.insert(first.end(), more.begin(), more.end());
+    return first;
+  };
+  ASSERT_EQ(sluice(with({"run"}, {"--output", path("one.safetensors")})).code, 0);
+  json ranks = json::array({json::array({5, 5, 31}), json::array()});
+  for (int expert = 0; expert < 32; ++expert) ranks[expert < 20 ? 1 : 0].push_back(expert);
+  const json file = {{"format", "sluice-placement"},
+                     {"version", 1},
+                     {"num_experts", 32},
+                     {"num_ranks", 2},
+                     {"num_slots", 35},
+                     {"layers", json::array({{{"layer", 1}, {"ranks", ranks}}})}};
+  write_file(path("placement.json"), file.dump());
+  const std::vector<std::string> placed = {"--placement", path("placement.json"), "--output", path("two.safetensors")};
+  const Ran ran = on_ranks(2, with(spread({}), placed));
+  ASSERT_EQ(ran.code, 0) << ran.err;
+  EXPECT_THAT(ran.out, HasSubstr("15 of 32 experts on rank 0"));
+  EXPECT_EQ(read_file(path("two.safetensors")), read_file(path("one.safetensors")));
+  const Ran wrong = on_ranks(3, with(spread({}), placed));
+  EXPECT_NE(wrong.code, 0);
+  EXPECT_THAT(wrong.err, HasSubstr("it is for 2 ranks, the experts are spread over 3"));
+}
+
+TEST_F(CliRanks, CutAndSpreadAtOnce) {
+  const std::string x = std::string(kTiny) + "/golden.safetensors:layer1.x";
+  const auto arguments = [&](const std::string& precision, const std::string& out) {
+    return spread({"--tp", "2", "--model", kTiny, "--layer", "1", "--input", x, "--precision", precision, "--output",
+                   path(out), "--json"});
+  };
+  // Two ranks that share all experts, and four that spread them too: the bits of the cut alone.
+  const Ran two = on_ranks(2, arguments("bf16", "two.safetensors"));
+  ASSERT_EQ(two.code, 0) << two.err;
+  const Ran four = on_ranks(4, arguments("bf16", "four.safetensors"));
+  ASSERT_EQ(four.code, 0) << four.err;
+  EXPECT_EQ(four.document()["ranks"], 4);
+  EXPECT_EQ(four.document()["tensor_ranks"], 2);
+  EXPECT_EQ(read_file(path("two.safetensors")), read_file(path("four.safetensors")));
+  EXPECT_THAT(on_ranks(3, arguments("bf16", "three.safetensors")).err,
+              HasSubstr("--tp 2: 3 ranks are no multiple of 2"));
+  EXPECT_THAT(on_ranks(2, arguments("w8a8", "w8a8.safetensors")).err,
+              HasSubstr("I = 128 has 1 units of 128 columns, fewer than the 2 shards"));
+}
+
+TEST_F(CliRanks, TheBenchmarkSaysWhatMoved) {
+  const Ran ran = on_ranks(2, {"bench", "--ep", "--like", "qwen3-30b", "--precision", "w8a8", "--tokens", "1",
+                               "--threads", "1", "--seconds", "0.01", "--device", "cpu", "--json"});
+  ASSERT_EQ(ran.code, 0) << ran.err;
+  std::istringstream lines(ran.out);
+  std::string line;
+  ASSERT_TRUE(std::getline(lines, line));
+  EXPECT_GT(json::parse(line)["link_bytes_per_s"], 0);
+  ASSERT_TRUE(std::getline(lines, line));
+  const json row = json::parse(line);
+  // A token of 2048 bytes, 16 scales and 8 ids goes there at most once; each of up to 8 rows of 4096 bytes comes back.
+  const std::int64_t record = (2048 + 16 * 4 + 8 * 4 + 15) / 16 * 16;
+  EXPECT_LE(row["bytes_there"], record);
+  EXPECT_EQ(row["bytes_there"].get<std::int64_t>() % record, 0);
+  EXPECT_LE(row["bytes_back"], 8 * 4096);
+  EXPECT_EQ(row["bytes_back"].get<std::int64_t>() % 4096, 0);
+  EXPECT_GT(row["layer_seconds"], 0);
+  const Ran alone = sluice({"bench", "--ep", "--like", "qwen3-30b", "--device", "cpu"});
+  EXPECT_EQ(alone.code, 2);
+  EXPECT_THAT(alone.err, HasSubstr("one rank moves nothing"));
 }
 
 TEST_F(CliRanks, FewerTokensThanRanksAndNone) {

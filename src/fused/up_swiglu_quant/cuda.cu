@@ -16,7 +16,7 @@ Status run_cuda(const Args& args, const Ctx& ctx) {
 
 Status run_cuda_config(const Args& args, const Ctx& ctx, const Config& config) {
   const std::int64_t num_rows = args.up.a.shape[0];
-  if (num_rows == 0) return Status::ok();
+  if (num_rows == 0 || args.up.w.shape[0] == 0) return Status::ok();
   SLUICE_TRY(grouped_gemm::check_alignment(args.up));
   const device::Current current(args.up.a.device);
   SLUICE_TRY(current.status().with_context("up_swiglu_quant"));
