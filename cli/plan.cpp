@@ -42,6 +42,7 @@ struct PlanOptions {
   std::int64_t tensor_parallel = 1;
   std::int64_t num_slots = 0;
   bool ungrouped = false;
+  bool routed_only = false;
 };
 
 struct Planned {
@@ -86,6 +87,7 @@ Json planned_json(const Planned& planned) {
           {"dispatch_forwarded", move_json(p.dispatch_forwarded)},
           {"combine", move_json(p.combine)},
           {"combine_partial", move_json(p.combine_partial)},
+          {"combine_forwarded", move_json(p.combine_forwarded)},
           {"gemm_us", p.gemm_us},
           {"serial_us", p.serial_us},
           {"overlapped_us", p.overlapped_us},
@@ -156,6 +158,7 @@ void print_one(const scale::HardwareFile& file, const Planned& planned) {
   add("combine: a row a (token, slot)", p.combine);
   add("instead: dispatch, a row a (token, domain)", p.dispatch_forwarded);
   add("instead: combine, a sum a (token, rank)", p.combine_partial);
+  add("instead: combine, a sum a (token, domain)", p.combine_forwarded);
   links.print();
 
   fmt::print("\nmemory of a GPU: {} of {}{}\n", bytes_text(p.memory.total()), bytes_text(file.hardware.memory_gb * 1e9),
@@ -206,6 +209,10 @@ Outcome plan(const PlanOptions& options, bool json) {
   if (!request) return request.status();
   request->tensor_parallel = options.tensor_parallel;
   request->num_slots = options.num_slots;
+  if (options.routed_only) {
+    request->config.shared_intermediate = 0;
+    request->config.has_shared_gate = false;
+  }
   if (options.ungrouped) {
     request->config.gate.n_group = request->config.gate.topk_group = 1;
     request->config.gate.group_score = GroupScore::kNone;
@@ -271,6 +278,7 @@ void add_plan(CLI::App& app, Command& command) {
   sub->add_option("--precision", o->precision, "w8a8 or bf16; default: the one `run` would pick")
       ->type_name("PRECISION");
   sub->add_flag("--ungrouped", o->ungrouped, "Route as if the gate had no groups");
+  sub->add_flag("--routed-only", o->routed_only, "Leave the shared expert out");
   add_json(*sub, command);
   sub->callback([&command, o] { command.run = [&command, o] { return plan(*o, command.json); }; });
 }

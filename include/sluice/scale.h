@@ -101,8 +101,10 @@ struct Prediction {
   Move dispatch_forwarded;       // instead: one row for each (token, domain) over InfiniBand, spread over NVLink there
   Move combine;                  // one bf16 row for each (token, slot): bits of one rank's sum
   Move combine_partial;          // instead: one partial sum for each (token, rank), other bits
-  std::vector<Phase> phases;     // in order; their sum is serial_us
-  double gemm_us = 0;            // the expert GEMMs of them, up and down
+  // Instead: those sums added up in a domain over NVLink, one for each (token, domain) over InfiniBand.
+  Move combine_forwarded;
+  std::vector<Phase> phases;  // in order; their sum is serial_us
+  double gemm_us = 0;         // the expert GEMMs of them, up and down
   double serial_us = 0;
   double overlapped_us = 0;        // two chunks of tokens, one's moves behind the other's GEMMs, nothing lost
   double tokens_per_s = 0;         // per GPU, at the smaller of the two

@@ -39,7 +39,7 @@ class Model {
   template <class PerRank>
   Move move(PerRank rows_of, double bytes, bool setup) const;
   Move dispatch(double tokens, bool forwarded) const;
-  Move combine(double tokens, bool partial) const;
+  Move combine(double tokens, bool partial, bool forwarded) const;
   Memory memory(double tokens) const;
   double overlapped(const Stages& whole) const;
 
@@ -120,10 +120,12 @@ Move Model::dispatch(double tokens, bool forwarded) const {
       tokens * as_double(row_bytes(r_)), true);
 }
 
-Move Model::combine(double tokens, bool partial) const {
+Move Model::combine(double tokens, bool partial, bool forwarded) const {
   return move(
       [&](std::int64_t rank) {
-        const Traffic there = partial ? ranks_.per_rank(rank) : ranks_.per_slot(rank);
+        const Traffic there = forwarded ? ranks_.per_domain(rank)
+                              : partial ? ranks_.per_rank(rank)
+                                        : ranks_.per_slot(rank);
         const double mean = tokens * as_double(r_.num_ranks) * ranks_.share(rank).rows;
         const double excess = partial || mean <= 0 ? 1 : rows_max(tokens, rank) / mean;
         return RankRows{{there.in, there.out}, excess, 1};
@@ -143,7 +145,7 @@ Model::Stages Model::stages(std::int64_t num_tokens) const {
   Stages s;
   s.gate = glue("gate, route", experts * hidden() * 2 + x + tokens * experts * 8, 3);
   s.dispatch = dispatch(tokens, false);
-  s.combine = combine(tokens, false);
+  s.combine = combine(tokens, false, false);
   double pack_bytes = x + rows * packed;
   if (r_.num_ranks > 1) {  // quantised before they leave, read again where they arrive
     const double arrived = tokens * as_double(r_.num_ranks) * ranks_.share(0).hit;
@@ -233,7 +235,8 @@ Prediction Model::run() const {
   p.dispatch = s.dispatch;
   p.dispatch_forwarded = dispatch(tokens, true);
   p.combine = s.combine;
-  p.combine_partial = combine(tokens, true);
+  p.combine_partial = combine(tokens, true, false);
+  p.combine_forwarded = combine(tokens, true, true);
   p.phases = {s.gate,   {"dispatch", s.dispatch.us, s.dispatch.limit}, s.pack, s.up,    s.activation, s.down,
               s.shared, {"combine", s.combine.us, s.combine.limit},    s.sum,  s.reduce};
   for (const Phase& phase : p.phases) p.serial_us += phase.us;

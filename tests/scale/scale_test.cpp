@@ -102,7 +102,8 @@ TEST(Scale, MemoryOfTwoRanks) {
 TEST(Scale, OneRankMovesNothing) {
   for (const std::int64_t domain : {1, 8}) {
     const auto p = predicted(plain_hardware(domain), request_for(8, 2, 1, 64));
-    for (const scale::Move* m : {&p.dispatch, &p.combine, &p.dispatch_forwarded, &p.combine_partial}) {
+    for (const scale::Move* m :
+         {&p.dispatch, &p.combine, &p.dispatch_forwarded, &p.combine_partial, &p.combine_forwarded}) {
       EXPECT_EQ(m->us, 0);
       for (const scale::Links& l : {m->mean.out, m->mean.in}) EXPECT_EQ(l.nvlink + l.nic, 0);
     }
@@ -166,6 +167,11 @@ TEST(Scale, ForwardingSendsLessOverTheNetwork) {
   const auto p = predicted(plain_hardware(8), request_for(64, 8, 32, 512));
   EXPECT_LT(p.dispatch_forwarded.mean.out.nic, p.dispatch.mean.out.nic);
   EXPECT_GT(p.dispatch_forwarded.mean.out.nvlink, p.dispatch.mean.out.nvlink);
+  // The sums come back the same way, as 512 bytes of bf16 each.
+  EXPECT_NEAR(p.combine_forwarded.mean.in.nic / 512,
+              p.dispatch_forwarded.mean.out.nic / static_cast<double>(p.row_bytes), 1e-6);
+  EXPECT_NEAR(p.combine_forwarded.mean.in.nvlink / 512,
+              p.dispatch_forwarded.mean.out.nvlink / static_cast<double>(p.row_bytes), 1e-6);
   // Every other domain that a token is on, once.
   EXPECT_NEAR(p.dispatch_forwarded.mean.out.nic, 512 * 0.75 * p.domains_per_token * static_cast<double>(p.row_bytes),
               1);
