@@ -15,21 +15,21 @@ namespace {
 constexpr const char* kAbout = R"(Predict time, traffic and memory of a layer under expert parallelism
 
 A model, no measurement: constants of a machine from a hardware file, exact expectations of uniform routing (with the
-gate's groups, where it has some), and a time for every phase of one MoE layer. Nothing is run and no weights are read.)";
+gate's groups, where it has some), and a time for every phase of one MoE layer. Nothing is run, no weights are read.)";
 
 constexpr const char* kFooter =
     R"(One pair of --ep and --tokens prints phases, links and memory; lists print a line for every pair.
-Columns: ROWS, routed rows of the fullest rank; GEMM, the experts' two; SERIAL, all phases one after the other; 2 CHUNKS,
-two halves of the tokens, the moves of one behind the GEMMs of the other, nothing lost; NVLINK and IB, bytes a GPU sends
+Columns: ROWS, routed rows of the fullest rank; GEMM, the experts' two; SERIAL, all phases one after the other;
+2 CHUNKS, two halves of the tokens, the moves of one behind the GEMMs of the other, nothing lost; NVLINK and IB, bytes a GPU sends
 in dispatch and combine; MEMORY, weights of the layer, receive buffers and workspace for all T at once ("!": more than
 the GPU has); TOK/S/GPU, through this one layer at the shorter time; LIMIT, of the longest phase.
-T is per rank; with --tp N a rank is N GPUs that share every expert. EP counts ranks. --slots gives physical expert slots
-(E and replicas), taken as equally loaded. What is assumed is written in docs/scaling.md, and the sources of the constants
-are in the file and in --json.
+T is per rank; with --tp N a rank is N GPUs that share every expert. EP counts ranks. --slots gives physical expert
+slots (E and replicas), taken as equally loaded. What is assumed is written in docs/scaling.md, and the sources of the
+constants are in the file and in --json.
 
 Examples:
   sluice plan --hardware data/hardware/h200-nvlink8-ib400.json --like deepseek-v3 --ep 8 --tokens 4096
-  sluice plan --hardware data/hardware/h200-nvlink8-ib400.json --like deepseek-v3 --ep 8,16,32,64,128,256 --tokens 128,4096
+  sluice plan --hardware data/hardware/h200-nvlink8-ib400.json --like deepseek-v3 --ep 8,16,64,256 --tokens 128,4096
   sluice plan --hardware data/hardware/h100-nvlink8-ib400.json --like deepseek-v3 --ep 320 --slots 320 --tokens 128
 )";
 

@@ -2,8 +2,8 @@
 // and no measurement: from constants of a machine, exact expectations of the routing and stated assumptions
 // (docs/scaling.md). Pure host functions, no I/O, no GPU.
 //
-// Units: microseconds, bytes; GB = 10^9 bytes. Counts are expectations, hence not whole. N physical expert slots, G GPUs
-// of one tensor-parallel group; the other letters are those of sluice/core.h. T is per rank.
+// Units: microseconds, bytes; GB = 10^9 bytes. Counts are expectations, hence not whole. N physical expert slots, G
+// GPUs of one tensor-parallel group; the other letters are those of sluice/core.h. T is per rank.
 #pragma once
 
 #include <string>
@@ -94,7 +94,7 @@ struct Prediction {
   std::int64_t row_bytes = 0;    // of a token in dispatch
   double ranks_per_token = 0;    // distinct ranks, its own included
   double domains_per_token = 0;  // distinct NVLink domains, its own included
-  double rows_mean = 0;          // R of a rank with N / P slots
+  double rows_mean = 0;          // R in the mean over the ranks: T * S
   double rows_max = 0;           // the largest over the ranks, expected at most
   double active_experts = 0;     // slots with rows, of the fullest rank
   Move dispatch;                 // one row for each (token, rank)

@@ -182,8 +182,8 @@ Model::Stages Model::stages(std::int64_t num_tokens) const {
   return s;
 }
 
-// Two chunks on two queues: moves D1 D2 C1 C2 on one, experts E1 E2 on the other; each starts when its queue is free and
-// its input is there. Gate, weighted sum and reduction stay outside.
+// Two chunks on two queues: moves D1 D2 C1 C2 on one, experts E1 E2 on the other; each starts when its queue is free
+// and its input is there. Gate, weighted sum and reduction stay outside.
 double Model::overlapped(const Stages& whole) const {
   const std::int64_t half = r_.tokens / 2;
   const Stages first = stages(r_.tokens - half), second = stages(half);

@@ -1,5 +1,5 @@
-// What uniform routing does to a range of expert slots, exactly: a token keeps K of its G groups (all subsets alike) and
-// takes S distinct slots of those kept (all subsets alike). One group is plain top-k.
+// What uniform routing does to a range of expert slots, exactly: a token keeps K of its G groups (all subsets alike)
+// and takes S distinct slots of those kept (all subsets alike). One group is plain top-k.
 #pragma once
 
 #include <cstdint>
