@@ -22,5 +22,6 @@ void add_synth(CLI::App& app, Command& command);
 void add_convert(CLI::App& app, Command& command);
 void add_bench(CLI::App& app, Command& command);
 void add_eplb(CLI::App& app, Command& command);
+void add_plan(CLI::App& app, Command& command);
 
 }  // namespace sluice::cli

@@ -11,6 +11,7 @@
 #include "sluice/plan.h"
 #include "sluice/quantize.h"
 #include "sluice/shard.h"
+#include "sluice/scale.h"
 #include "sluice/stage/combine.h"
 #include "sluice/stage/gate.h"
 #include "sluice/stage/grouped_gemm.h"
