@@ -418,6 +418,7 @@ Outcome run(const RunOptions& options, bool json) {
   if (Status s = ranks->agree(weights.status()); !s.is_ok()) return or_interrupted(s);
   loaded->weights = {};
 
+  ready->layer_options.shared_is_whole = loaded->shared_is_whole;
   TokenInput& input = *ready->input;
   Result<Planned> planned = plan(loaded->config, *weights, ready->layer_options, *ranks, input.num_tokens(),
                                  input.hidden() * (4 + size_bytes(input.dtype())));

@@ -6,7 +6,7 @@
 #include <filesystem>
 #include <functional>
 
-#include "sluice/shard.h"
+#include "sluice/weights.h"
 
 namespace sluice {
 
@@ -29,16 +29,14 @@ struct LayerInfo {
 struct LoadOptions {
   Precision precision = Precision::kF32;  // kBF16 on e4m3 and int8 weights dequantises them to bf16 while loading
   bool routed_only = false;               // the shared expert is still accounted for, but not read
-  // One rank's part: experts [first_expert, first_expert + num_local), 0: all from first_expert on, kNoExperts: none.
-  // LoadedLayer::config says the same, so that a layer made of both skips the ids of other ranks.
+  // One rank's part: experts [first_expert, first_expert + num_local), 0: all from first_expert on, kNoExperts: none. LoadedLayer::config
+  // says the same, so that a layer made of both skips the ids of other ranks.
   std::int64_t first_expert = 0;
   std::int64_t num_local = 0;
-  // Or these: the logical expert of each of a rank's slots, in order, repeats and gaps allowed (Placement in
-  // sluice/placement.h), at most E of them and without a range beside them. LoadedLayer::config then has first_expert = 0 and
-  // num_local = the number of slots: a layer takes slots for ids. Empty: the range above.
+  // Or the experts of a rank's slots (sluice/placement.h), in their order, the same one several times if it is so placed;
+  // empty: as above. LoadedLayer::config then has first_expert = 0 and num_local as many.
   std::vector<std::int32_t> experts = {};
-  // One rank's columns of I in a tensor-parallel group, as shard() in sluice/shard.h cuts them; config has the rank's
-  // intermediate and shared_intermediate. Only these columns are read, as far as pages of the files allow.
+  // One rank's part where I is cut over ranks (shard() in sluice/weights.h). The experts are read whole and cut in memory.
   TensorShard tensor_shard = {};
   // Called with bytes done and in all; may be empty.
   std::function<void(std::int64_t done, std::int64_t total)> progress = {};
@@ -49,6 +47,7 @@ struct LoadOptions {
 struct LoadedLayer {
   MoeConfig config;
   LayerWeights weights;
+  bool shared_is_whole = false;          // of a tensor shard: the shared expert was too narrow to be cut
   std::int64_t num_nan = 0;              // NaN weights found while loading: reported, never hidden
   std::vector<std::string> nan_tensors;  // the first few that hold them, with counts
   std::vector<std::string> notes;        // conversions made, tensors of the layer that are known and not used

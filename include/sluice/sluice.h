@@ -10,7 +10,6 @@
 #include "sluice/placement_plan.h"
 #include "sluice/plan.h"
 #include "sluice/quantize.h"
-#include "sluice/shard.h"
 #include "sluice/scale.h"
 #include "sluice/stage/combine.h"
 #include "sluice/stage/gate.h"

@@ -40,6 +40,32 @@ bool has_row_scales(const FfnWeights& weights);
 // data_path (sluice/config.h) for these weights.
 Result<DataPath> data_path(Precision precision, const FfnWeights& weights);
 
+// One of `size` ranks that I is cut over (LayerOptions::tensor_transport).
+struct TensorShard {
+  std::int64_t rank = 0;
+  std::int64_t size = 1;
+};
+// Columns [begin, end) of I of a shard: the balanced split of sluice/transport.h over units of columns. A unit is a block of
+// 128 where scales are of blocks, so that a block's scale stays the scale of whole blocks (1536 over 8 is 2, 2, 2, 2, 1, 1,
+// 1, 1 blocks); else 16 columns, or the largest power of two below that gives every shard one. An I with fewer units than
+// shards is kInvalidArgument, naming I, the shards and the unit.
+struct ShardRange {
+  std::int64_t begin = 0;
+  std::int64_t end = 0;
+};
+Result<ShardRange> shard_range(std::int64_t intermediate, TensorShard shard, bool block_scales);
+
+// A rank's part of a layer cut along I, in memory of its own but for what is not cut: rows [begin,end) and [I+begin,I+end)
+// of w13 with their scales and biases, columns [begin,end) of w2 with theirs (a scale a row of w2 is every shard's), w2_bias on
+// the first shard alone, since partial sums are added. The shared expert is cut over its own I, or, where that has fewer units
+// than shards, left whole: LayerOptions::shared_is_whole must then be what `shared_is_whole` says.
+struct ShardedLayer {
+  MoeConfig config;
+  LayerWeights weights;
+  bool shared_is_whole = false;
+};
+Result<ShardedLayer> shard(const MoeConfig& config, const LayerWeights& weights, TensorShard shard);
+
 // Bytes of all tensors present.
 std::int64_t num_bytes(const FfnWeights& weights);
 std::int64_t num_bytes(const LayerWeights& weights);

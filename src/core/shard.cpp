@@ -1,245 +1,138 @@
-// Who holds which columns of I, and weights cut to one rank's part.
-#include "core/shard.h"
-
+// The part of a layer's weights that one of several ranks has where I is cut over them.
 #include <fmt/format.h>
 
 #include <algorithm>
 #include <cstring>
-#include <new>
 
-#include "cpu/parallel.h"
-#include "layer/tensors.h"
 #include "sluice/transport.h"
+#include "sluice/weights.h"
 
 namespace sluice {
+
 namespace {
 
-Status invalid(std::string text) { return {StatusCode::kInvalidArgument, std::move(text)}; }
-
-// Rows [row, row + rows) and columns [col, col + cols) of every matrix of src.
-struct Window {
-  std::int64_t row = 0, rows = 0, col = 0, cols = 0;
-};
-
-std::byte* element(const TensorView& v, std::int64_t i, std::int64_t row, std::int64_t col) {
-  return v.row(i) + (row * v.stride[1] + col * v.stride[2]) * size_bytes(v.dtype);
+Status check_shard(TensorShard shard) {
+  if (shard.size >= 1 && shard.rank >= 0 && shard.rank < shard.size) return Status::ok();
+  return {StatusCode::kInvalidArgument,
+          fmt::format("shard: rank {} of {} shards is none of them", shard.rank, shard.size)};
 }
 
-void copy_window(const TensorView& src, std::int64_t i, const Window& from, const TensorView& dst, std::int64_t to,
-                 std::int64_t to_row) {
-  const std::int64_t size = size_bytes(src.dtype);
-  const bool dense = src.stride[2] == 1 || from.cols == 1;
-  for (std::int64_t r = 0; r < from.rows; ++r) {
-    std::byte* const out = element(dst, to, to_row + r, 0);
-    const std::byte* const in = element(src, i, from.row + r, from.col);
-    if (dense) {
-      std::memcpy(out, in, static_cast<std::size_t>(from.cols * size));
-      continue;
-    }
-    for (std::int64_t c = 0; c < from.cols; ++c)
-      std::memcpy(out + c * size, in + c * src.stride[2] * size, static_cast<std::size_t>(size));
-  }
-}
-
-// [L,N] seen as [L,N,1].
-TensorView as_matrices(TensorView view) {
-  if (view.rank == 2) {
-    view.rank = 3;
-    view.shape[2] = 1;
-    view.stride[2] = 1;
-  }
-  return view;
-}
-
-// Copies of windows, in memory the result owns.
-class Copier {
+// Takes slices of tensors into memory that the result owns.
+class Cutter {
  public:
-  explicit Copier(LayerWeights& result) : result_(result) {}
+  explicit Cutter(LayerWeights& owner) : owner_(owner) {}
 
-  // For every expert of `experts` the windows of src, one under the other; absent stays absent.
-  Status take(std::string_view name, const TensorView& src, std::span<const std::int32_t> experts,
-              std::initializer_list<Window> windows, TensorView& out) {
-    if (!src.is_present()) {
-      out = {};
-      return Status::ok();
-    }
-    const TensorView from = as_matrices(src);
-    std::int64_t rows = 0;
-    for (const Window& w : windows) rows += w.rows;
-    const auto count = static_cast<std::int64_t>(experts.size());
-    TensorView to = TensorView::dense(nullptr, src.dtype, {count, rows, windows.begin()->cols});
-    SLUICE_TRY(allocate(name, to));
-    const int threads = Machine::detect_cpu().num_threads;
-    cpu::parallel_for(count, threads, [&](std::int64_t i, int) {
-      std::int64_t row = 0;
-      for (const Window& w : windows) {
-        copy_window(from, experts[static_cast<std::size_t>(i)], w, to, i, row);
-        row += w.rows;
+  // Rows [begin,end) of both halves of axis 1 of [L,2n,...].
+  TensorView halves(const TensorView& from, ShardRange rows) {
+    if (!from.is_present()) return {};
+    const std::int64_t half = from.shape[1] / 2, count = rows.end - rows.begin;
+    TensorView to = allocate(from, 1, 2 * count);
+    for (std::int64_t l = 0; l < from.shape[0]; ++l) {
+      for (const std::int64_t part : {0, 1}) {
+        for (std::int64_t r = 0; r < count; ++r)
+          copy_row(from, l, part * half + rows.begin + r, 0, to, l, part * count + r);
       }
-    });
-    if (src.rank == 2) to = TensorView::dense(to.data, to.dtype, {count, rows});
-    out = to;
-    return Status::ok();
+    }
+    return to;
+  }
+  // Columns [begin,end) of axis 2 of [L,n,K].
+  TensorView columns(const TensorView& from, ShardRange columns) {
+    if (!from.is_present()) return {};
+    TensorView to = allocate(from, 2, columns.end - columns.begin);
+    for (std::int64_t l = 0; l < from.shape[0]; ++l) {
+      for (std::int64_t r = 0; r < from.shape[1]; ++r) copy_row(from, l, r, columns.begin, to, l, r);
+    }
+    return to;
   }
 
  private:
-  Status allocate(std::string_view name, TensorView& view) {
-    constexpr std::align_val_t kAlign{64};
-    const auto bytes = static_cast<std::size_t>(view.num_bytes());
-    if (bytes == 0) return Status::ok();
-    view.data = ::operator new(bytes, kAlign, std::nothrow);
-    if (view.data == nullptr)
-      return {StatusCode::kIoError, fmt::format("no memory for {} = {} ({} bytes)", name, view.to_string(), bytes)};
-    result_.owners.emplace_back(view.data, [](const void* p) { ::operator delete(const_cast<void*>(p), kAlign); });
-    return Status::ok();
+  TensorView allocate(const TensorView& like, int axis, std::int64_t extent) {
+    TensorView view = like;
+    view.shape[static_cast<std::size_t>(axis)] = extent;
+    std::int64_t stride = 1;
+    for (int i = view.rank - 1; i >= 0; --i) {
+      view.stride[static_cast<std::size_t>(i)] = stride;
+      stride *= view.shape[static_cast<std::size_t>(i)];
+    }
+    auto memory = std::make_shared_for_overwrite<std::byte[]>(
+        static_cast<std::size_t>(std::max<std::int64_t>(view.num_bytes(), 1)));
+    view.data = memory.get();
+    owner_.owners.push_back(std::move(memory));
+    return view;
+  }
+  // Elements from `column` on of row (l,r); a vector [L,n] has rows of one element. A stride of 0 repeats a value.
+  static void copy_row(const TensorView& from, std::int64_t l, std::int64_t r, std::int64_t column,
+                       const TensorView& to, std::int64_t to_l, std::int64_t to_r) {
+    const std::int64_t size = size_bytes(from.dtype), count = to.rank == 3 ? to.shape[2] : 1;
+    const std::int64_t step = from.rank == 3 ? from.stride[2] : 1;
+    const std::byte* src = static_cast<const std::byte*>(from.data) +
+                           (l * from.stride[0] + r * from.stride[1] + column * (from.rank == 3 ? step : 0)) * size;
+    std::byte* dst = static_cast<std::byte*>(to.data) + (to_l * to.stride[0] + to_r * to.stride[1]) * size;
+    if (step == 1) {
+      std::memcpy(dst, src, static_cast<std::size_t>(count * size));
+      return;
+    }
+    for (std::int64_t i = 0; i < count; ++i)
+      std::memcpy(dst + i * size, src + i * step * size, static_cast<std::size_t>(size));
   }
 
-  LayerWeights& result_;
+  LayerWeights& owner_;
 };
 
-Status check_on_cpu(std::string_view where, const LayerWeights& weights) {
-  Status status;
-  for_each_tensor(weights, [&](std::string_view name, const TensorView& view) {
-    if (status.is_ok() && view.device.kind != DeviceKind::kCpu)
-      status = invalid(fmt::format("{}: {} is on a GPU; host memory is needed, upload comes after", where, name));
-  });
-  return status;
-}
-
-std::vector<std::int32_t> all_of(const FfnWeights& ffn) {
-  std::vector<std::int32_t> experts(static_cast<std::size_t>(ffn.w13.shape[0]));
-  for (std::size_t i = 0; i < experts.size(); ++i) experts[i] = static_cast<std::int32_t>(i);
-  return experts;
-}
-
-Status shard_ffn(const FfnWeights& ffn, const ShardRange& columns, bool has_w2_bias, Copier& copy, FfnWeights& out) {
-  const std::int64_t H = ffn.w2.shape[1], I = ffn.w2.shape[2];
-  const std::int64_t begin = columns.begin, count = columns.end - columns.begin;
-  const std::vector<std::int32_t> experts = all_of(ffn);
-  SLUICE_TRY(copy.take("w13", ffn.w13, experts, {{begin, count, 0, H}, {I + begin, count, 0, H}}, out.w13));
-  SLUICE_TRY(copy.take("w2", ffn.w2, experts, {{0, H, begin, count}}, out.w2));
-  SLUICE_TRY(
-      copy.take("w13_bias", ffn.w13_bias, experts, {{begin, count, 0, 1}, {I + begin, count, 0, 1}}, out.w13_bias));
-  out.w2_bias = has_w2_bias ? ffn.w2_bias : TensorView{};
-  if (has_row_scales(ffn)) {
-    out.w2_scale = ffn.w2_scale;
-    return copy.take("w13_scale", ffn.w13_scale, experts, {{begin, count, 0, 1}, {I + begin, count, 0, 1}},
-                     out.w13_scale);
+FfnWeights cut(const FfnWeights& w, ShardRange range, bool is_first, Cutter& cutter) {
+  FfnWeights part;
+  part.w13 = cutter.halves(w.w13, range);
+  part.w2 = cutter.columns(w.w2, range);
+  part.w13_bias = cutter.halves(w.w13_bias, range);
+  if (is_first) part.w2_bias = w.w2_bias;
+  if (!w.w13_scale.is_present()) return part;
+  if (has_row_scales(w)) {
+    part.w13_scale = cutter.halves(w.w13_scale, range);
+    part.w2_scale = w.w2_scale;
+  } else {
+    const ShardRange blocks = {range.begin / kScaleBlock, ceil_div(range.end, kScaleBlock)};
+    part.w13_scale = cutter.halves(w.w13_scale, blocks);
+    part.w2_scale = cutter.columns(w.w2_scale, blocks);
   }
-  const std::int64_t Ib = ceil_div(I, kScaleBlock), Hb = ceil_div(H, kScaleBlock);
-  const std::int64_t first = begin / kScaleBlock, blocks = ceil_div(count, kScaleBlock);
-  SLUICE_TRY(copy.take("w13_scale", ffn.w13_scale, experts, {{first, blocks, 0, Hb}, {Ib + first, blocks, 0, Hb}},
-                       out.w13_scale));
-  return copy.take("w2_scale", ffn.w2_scale, experts, {{0, Hb, first, blocks}}, out.w2_scale);
+  return part;
 }
+
+bool has_block_scales(const FfnWeights& w) { return w.w13_scale.is_present() && !has_row_scales(w); }
 
 }  // namespace
 
-Status validate(const TensorShard& part) {
-  if (part.size >= 1 && part.rank >= 0 && part.rank < part.size) return Status::ok();
-  return invalid(fmt::format("tensor_shard: rank = {} is not in a group of size = {}", part.rank, part.size));
-}
-
-ShardRange shard_of(std::int64_t intermediate, std::int64_t size, std::int64_t rank, std::int64_t unit) {
+Result<ShardRange> shard_range(std::int64_t intermediate, TensorShard shard, bool block_scales) {
+  SLUICE_TRY(check_shard(shard));
+  std::int64_t unit = block_scales ? kScaleBlock : 16;
+  while (!block_scales && unit > 1 && ceil_div(intermediate, unit) < shard.size) unit /= 2;
   const std::int64_t units = ceil_div(intermediate, unit);
-  if (units >= size) {
-    const ExpertRange mine = experts_of_rank(units, size, rank);
-    return {std::min(mine.begin * unit, intermediate), std::min(mine.end * unit, intermediate)};
+  if (units < shard.size) {
+    return Status(StatusCode::kInvalidArgument,
+                  fmt::format("shard: I = {} has {} units of {} columns, fewer than the {} shards", intermediate, units,
+                              unit, shard.size));
   }
-  if (units == 0) return {};
-  const std::int64_t shared = owner(size, units, rank);
-  const ExpertRange ranks = experts_of_rank(size, units, shared);
-  const std::int64_t first = shared * unit, end = std::min(first + unit, intermediate);
-  const std::int64_t pieces = ceil_div(end - first, kShardColumns);
-  const ExpertRange mine = experts_of_rank(pieces, ranks.end - ranks.begin, rank - ranks.begin);
-  return {std::min(first + mine.begin * kShardColumns, end), std::min(first + mine.end * kShardColumns, end)};
+  const ExpertRange range = experts_of_rank(units, shard.size, shard.rank);  // the balanced split of anything
+  return ShardRange{range.begin * unit, std::min(range.end * unit, intermediate)};
 }
 
-std::int64_t shard_owner(std::int64_t intermediate, std::int64_t size, std::int64_t unit, std::int64_t column) {
-  const std::int64_t units = ceil_div(intermediate, unit);
-  if (units >= size) return owner(units, size, column / unit);
-  const std::int64_t shared = column / unit, first = shared * unit;
-  const ExpertRange ranks = experts_of_rank(size, units, shared);
-  const std::int64_t pieces = ceil_div(std::min(unit, intermediate - first), kShardColumns);
-  return ranks.begin + owner(pieces, ranks.end - ranks.begin, (column - first) / kShardColumns);
-}
-
-std::int64_t shard_unit(bool has_block_scales) { return has_block_scales ? kScaleBlock : kShardColumns; }
-
-std::int64_t shard_unit(const FfnWeights& weights) {
-  return shard_unit(weights.w13.dtype == DType::kE4M3 && !has_row_scales(weights));
-}
-
-Result<ShardRange> needed_columns(std::string_view where, std::int64_t intermediate, const TensorShard& part,
-                                  std::int64_t unit) {
-  const ShardRange columns = shard_of(intermediate, part.size, part.rank, unit);
-  if (columns.begin < columns.end) return columns;
-  const std::string blocks = unit == kShardColumns ? "" : fmt::format(" in blocks of {}", unit);
-  return invalid(fmt::format("{}: I = {}{} leaves rank {} of TP = {} no column; {} columns are never cut", where,
-                             intermediate, blocks, part.rank, part.size, kShardColumns));
-}
-
-Result<LayerWeights> shard(const MoeConfig& config, const LayerWeights& weights, const TensorShard& part,
-                           MoeConfig& sharded) {
-  SLUICE_TRY(validate(part));
-  SLUICE_TRY(check_weights(config, weights).with_context("shard"));
-  SLUICE_TRY(check_on_cpu("shard", weights));
-  if (part.size == 1) {
-    sharded = config;
-    return weights;
-  }
-  LayerWeights result = weights;
-  MoeConfig mine = config;
-  Copier copy(result);
-  const Result<ShardRange> columns = needed_columns("shard", config.intermediate, part, shard_unit(weights.experts));
-  if (!columns) return columns.status();
-  mine.intermediate = columns->end - columns->begin;
-  SLUICE_TRY(shard_ffn(weights.experts, *columns, part.rank == 0, copy, result.experts).with_context("shard"));
+Result<ShardedLayer> shard(const MoeConfig& config, const LayerWeights& weights, TensorShard shard) {
+  SLUICE_TRY(check_weights(config, weights));
+  const Result<ShardRange> range = shard_range(config.intermediate, shard, has_block_scales(weights.experts));
+  if (!range) return range.status();
+  ShardedLayer part{config, weights, false};
+  if (shard.size == 1) return part;
+  Cutter cutter(part.weights);
+  part.config.intermediate = range->end - range->begin;
+  part.weights.experts = cut(weights.experts, *range, shard.rank == 0, cutter);
   if (config.shared_intermediate > 0) {
-    const ShardRange of_shared = shard_of(config.shared_intermediate, part.size, part.rank, shard_unit(weights.shared));
-    mine.shared_intermediate = of_shared.end - of_shared.begin;
-    if (mine.shared_intermediate > 0) {
-      SLUICE_TRY(shard_ffn(weights.shared, of_shared, part.rank == 0, copy, result.shared).with_context("shard"));
-    } else {
-      result.shared = {};
-      result.shared_gate = {};
-      mine.has_shared_gate = false;
+    const Result<ShardRange> shared = shard_range(config.shared_intermediate, shard, has_block_scales(weights.shared));
+    part.shared_is_whole = !shared.is_ok();
+    if (shared) {
+      part.config.shared_intermediate = shared->end - shared->begin;
+      part.weights.shared = cut(weights.shared, *shared, shard.rank == 0, cutter);
     }
   }
-  sharded = mine;
-  return result;
-}
-
-Result<LayerWeights> slots(const LayerWeights& weights, std::span<const std::int32_t> experts) {
-  SLUICE_TRY(check_on_cpu("slots", weights));
-  const std::int64_t L = weights.experts.w13.shape[0];
-  bool neighbours = true;
-  for (std::size_t i = 0; i < experts.size(); ++i) {
-    if (experts[i] < 0 || experts[i] >= L)
-      return invalid(fmt::format("slots: experts[{}] is {}, the weights hold L = {}", i, experts[i], L));
-    neighbours = neighbours && (i == 0 || experts[i] == experts[i - 1] + 1);
-  }
-  LayerWeights result = weights;
-  Copier copy(result);
-  Status status;
-  const FfnWeights& from = weights.experts;
-  FfnWeights& to = result.experts;
-  for (const auto& [name, src, dst] : {std::tuple("w13", &from.w13, &to.w13),
-                                       {"w13_scale", &from.w13_scale, &to.w13_scale},
-                                       {"w13_bias", &from.w13_bias, &to.w13_bias},
-                                       {"w2", &from.w2, &to.w2},
-                                       {"w2_scale", &from.w2_scale, &to.w2_scale},
-                                       {"w2_bias", &from.w2_bias, &to.w2_bias}}) {
-    if (!src->is_present()) continue;
-    if (neighbours) {
-      *dst = src->slice(experts.empty() ? 0 : experts.front(), static_cast<std::int64_t>(experts.size()));
-    } else {
-      const TensorView matrices = as_matrices(*src);
-      SLUICE_TRY(
-          copy.take(name, *src, experts, {{0, matrices.shape[1], 0, matrices.shape[2]}}, *dst).with_context("slots"));
-    }
-  }
-  return result;
+  return part;
 }
 
 }  // namespace sluice
