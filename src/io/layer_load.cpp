@@ -154,7 +154,7 @@ class Loader : private LoadJobs {
 
   // ---- quantised matrices as bf16 ----
 
-  // Rows [first, first + count) of matrix `index` of a tensor of [rows, cols] matrices; the first may lie inside a block.
+  // Rows [first, first + count) of matrix `index` of a tensor of [rows, cols] matrices, perhaps from inside a block on.
   void dequantise(const StoredFfn& ffn, const TensorRef& ref, const TensorRef& scale, std::int64_t index,
                   std::int64_t rows, std::int64_t cols, std::int64_t first, std::int64_t count, std::byte* dst) {
     const DType from = ffn.dtype;
@@ -217,7 +217,7 @@ class Loader : private LoadJobs {
     bool is_whole() const { return count() == ffn.intermediate; }
   };
 
-  // Where the whole of it is one tensor of the file, as wanted and in order, it is seen there; else every slot is copied.
+  // Where the whole of it is one tensor of the file, as wanted and in order, it is seen there; else slots are copied.
   Status take_ffn(const StoredFfn& ffn, std::int64_t H, std::span<const std::int32_t> experts,
                   const ShardRange& columns, FfnWeights& out) {
     const FfnPart p{ffn, experts, columns, H, out};

@@ -45,8 +45,8 @@ class LoadJobs {
 
   // Fresh memory the layer will own, which jobs must fill; of a rank without experts none.
   Status allocate(DType dtype, std::initializer_list<std::int64_t> shape, TensorView& view);
-  // Experts [first, first + count) of a stored tensor that is already what is wanted, where it lies: not copied, but looked
-  // through for NaN. False where it lies awkwardly.
+  // Experts [first, first + count) of a stored tensor that is already what is wanted, where it lies: not copied, but
+  // looked through for NaN. False where it lies awkwardly.
   bool take_view(const TensorRef& ref, DType dtype, std::initializer_list<std::int64_t> shape, std::int64_t first,
                  std::int64_t count, TensorView& view);
   void add(const TensorRef& ref, std::int64_t src_begin, std::int64_t src_bytes, std::byte* dst, std::int64_t dst_bytes,

@@ -1,4 +1,5 @@
-// Parts of a checkpoint for one rank: lists of experts and shards of I, against the whole layer that was loaded and then cut.
+// Parts of a checkpoint for one rank: lists of experts and shards of I, against the whole layer that was loaded and then
+// cut.
 #include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
