@@ -99,7 +99,7 @@ Json planned_json(const Planned& planned) {
             {"workspace", p.memory.workspace},
             {"total", p.memory.total()}}},
           {"fits", p.fits},
-          {"largest_chunk", p.largest_chunk}};
+          {"largest_round", p.largest_round}};
 }
 
 const scale::Phase& longest(const scale::Prediction& p) {
@@ -167,9 +167,9 @@ void print_one(const scale::HardwareFile& file, const Planned& planned) {
   memory.add({"weights of the layer", bytes_text(p.memory.weights)});
   memory.add({"rows received: P * T * row", bytes_text(p.memory.receive)});
   memory.add({"results returned: T * S * H", bytes_text(p.memory.returned)});
-  memory.add({"workspace: P * T * min(S, slots) rows", bytes_text(p.memory.workspace)});
+  memory.add({"workspace: P * T * S rows", bytes_text(p.memory.workspace)});
   memory.print();
-  fmt::print("largest T whose buffers fit beside the weights: {}\n", format_count(p.largest_chunk));
+  fmt::print("largest round of tokens whose buffers fit beside the weights: {}\n", format_count(p.largest_round));
   fmt::print("\n{} tokens/s a GPU through this layer, {}\n", format_count(std::int64_t(p.tokens_per_s)),
              p.overlapped_us < p.serial_us ? "in two chunks" : "in one chunk");
 }

@@ -86,7 +86,7 @@ struct Memory {
   double weights = 0;    // experts, shared expert, router
   double receive = 0;    // P * T rows of dispatch
   double returned = 0;   // T * S rows of combine
-  double workspace = 0;  // rows, h, a and y for the bound P * T * min(S, slots of the rank)
+  double workspace = 0;  // rows, h, a and y for the bound P * T * S
   double total() const { return weights + receive + returned + workspace; }
 };
 
@@ -110,7 +110,7 @@ struct Prediction {
   double tokens_per_s = 0;         // per GPU, at the smaller of the two
   Memory memory;                   // of a GPU
   bool fits = false;               // in Hardware::memory_gb
-  std::int64_t largest_chunk = 0;  // tokens per rank whose buffers fit beside the weights; 0: not even the weights do
+  std::int64_t largest_round = 0;  // tokens per rank whose buffers fit beside the weights; 0: not even the weights do
 };
 // kInvalidArgument names the field, its value and what is wanted.
 Result<Prediction> predict(const Hardware& hardware, const Request& request);

@@ -173,10 +173,10 @@ Model::Stages Model::stages(std::int64_t num_tokens) const {
       glue("weighted sum", tokens * slots * hidden() * as_double(size_bytes(path_.y)) + x * (shared > 0 ? 2 : 1), 1);
   s.reduce = {"tensor-parallel reduction", 0, "-"};
   if (r_.tensor_parallel > 1) {
-    // Reduce-scatter and all-gather of f32 sums inside the NVLink domain.
-    const double steps = 2 * (1 - 1 / as_double(r_.tensor_parallel));
+    // Inside the NVLink domain: f32 sums to the GPU that adds them, the rounded ones back.
+    const double away = 1 - 1 / as_double(r_.tensor_parallel);
     const double latency = hw_.launch_us + 2 * kFlagsPerBarrier * hw_.nvlink_flag_us;
-    const double link = us_of_bytes(steps * tokens * hidden() * 4, hw_.nvlink_gb_per_s);
+    const double link = us_of_bytes(away * tokens * hidden() * (4 + 2), hw_.nvlink_gb_per_s);
     s.reduce = {s.reduce.name, latency + link, latency > link ? "latency" : "NVLink"};
   }
   return s;
@@ -214,7 +214,7 @@ Memory Model::memory(double tokens) const {
     m.receive = all * as_double(row_bytes(r_));
     m.returned = tokens * as_double(c.top_k) * y;
   }
-  const double bound = all * as_double(std::min(c.top_k, ranks_.slots(0)));
+  const double bound = all * as_double(c.top_k);
   m.workspace = bound * (row_size(path_.rows, hidden()) + 2 * width() * as_double(size_bytes(path_.h)) +
                          row_size(path_.a, width()) + y);
   return m;
@@ -246,7 +246,7 @@ Prediction Model::run() const {
   p.memory = memory(tokens);
   const double capacity = hw_.memory_gb * 1e9, one = memory(1).total() - p.memory.weights;
   p.fits = p.memory.total() <= capacity;
-  p.largest_chunk = static_cast<std::int64_t>(std::max(0.0, std::floor((capacity - p.memory.weights) / one)));
+  p.largest_round = static_cast<std::int64_t>(std::max(0.0, std::floor((capacity - p.memory.weights) / one)));
   return p;
 }
 
