@@ -335,8 +335,8 @@ Outcome bench(const BenchOptions& options, bool json) {
 
 // The grid fixes layers, precisions and routes; a layer of one's own has no rows of the grid.
 Outcome bench_any(const CLI::App& sub, const BenchOptions& options, bool json) {
-  const std::vector<const char*> others = {"--model", "--layer",  "--like",       "--precision",
-                                           "--route", "--stages", "--routed-only"};
+  const std::vector<const char*> others = {"--model", "--layer",  "--like",        "--precision",
+                                           "--route", "--stages", "--routed-only", "--ep"};
   const std::vector<const char*> of_grid = {"--rows", "--experts", "--peers", "--plot"};
   for (const char* name : options.grid ? others : of_grid) {
     if (sub.count(name) == 0) continue;

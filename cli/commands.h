@@ -21,5 +21,7 @@ void add_explain(CLI::App& app, Command& command);
 void add_synth(CLI::App& app, Command& command);
 void add_convert(CLI::App& app, Command& command);
 void add_bench(CLI::App& app, Command& command);
+void add_eplb(CLI::App& app, Command& command);
+void add_plan(CLI::App& app, Command& command);
 
 }  // namespace sluice::cli

@@ -79,6 +79,8 @@ int run(int argc, char** argv) {
   add_synth(app, command);
   add_convert(app, command);
   add_bench(app, command);
+  add_eplb(app, command);
+  add_plan(app, command);
   if (const std::string wrong = unknown_command(app, argc, argv); !wrong.empty()) {
     std::vector<std::string> names;
     for (const CLI::App* sub : app.get_subcommands([](const CLI::App*) { return true; }))

@@ -210,17 +210,22 @@ Result<std::vector<Precision>> parse_precisions(const std::string& text) {
 }
 
 Result<std::vector<std::int64_t>> parse_tokens(const std::string& text, std::int64_t low) {
-  std::vector<std::int64_t> tokens;
+  return parse_counts("--tokens", text, low, kMaxTokens);
+}
+
+Result<std::vector<std::int64_t>> parse_counts(std::string_view option, const std::string& text, std::int64_t low,
+                                               std::int64_t high) {
+  std::vector<std::int64_t> counts;
   for (const std::string& part : split(text, ',')) {
     std::int64_t value = 0;
     const auto [end, error] = std::from_chars(part.data(), part.data() + part.size(), value);
-    if (error != std::errc() || end != part.data() + part.size() || value < low || value > kMaxTokens) {
+    if (error != std::errc() || end != part.data() + part.size() || value < low || value > high) {
       return Status(StatusCode::kInvalidArgument,
-                    fmt::format("--tokens {}: '{}' is not a count in [{}, {}]", text, part, low, kMaxTokens));
+                    fmt::format("{} {}: '{}' is not a count in [{}, {}]", option, text, part, low, high));
     }
-    tokens.push_back(value);
+    counts.push_back(value);
   }
-  return tokens;
+  return counts;
 }
 
 Precision default_precision(const LayerInfo& info) {

@@ -52,8 +52,10 @@ inline constexpr Precision kAllPrecisions[] = {Precision::kW8A8, Precision::kW8A
 Result<Precision> parse_one_precision(const std::string& text);
 // "w8a8,f32" or "all" (empty list). Duplicates are dropped.
 Result<std::vector<Precision>> parse_precisions(const std::string& text);
-// "1,32,512", each in [low, 2^24].
+// "1,32,512", each in [low, 2^24]; or in [low, high], for an option of another name.
 Result<std::vector<std::int64_t>> parse_tokens(const std::string& text, std::int64_t low);
+Result<std::vector<std::int64_t>> parse_counts(std::string_view option, const std::string& text, std::int64_t low,
+                                               std::int64_t high);
 
 // The precision a layer runs in when none is asked for: the one its weights were made for.
 Precision default_precision(const LayerInfo& info);

@@ -7,6 +7,7 @@
 #include <set>
 
 #include "commands.h"
+#include "expert_load.h"
 #include "input.h"
 #include "interrupt.h"
 #include "io/hf_config.h"
@@ -56,6 +57,7 @@ struct RunOptions {
   std::int64_t layer = 0;
   std::string input;
   std::string output;
+  std::string record_load;
   std::string precision;
   bool routed_only = false;
   MachineOptions machine;
@@ -172,7 +174,7 @@ Status forward_share(const Planned& planned, const Ranks& ranks, LayerRunner& ru
 }
 
 // Chunk after chunk, the first rank writing what all of them made.
-Status run_tokens(const Planned& planned, const Ranks& ranks, TokenInput& input, const std::string& output,
+Status run_tokens(const Planned& planned, const Ranks& ranks, TokenInput& input, const RunOptions& options,
                   Totals& totals) {
   const std::int64_t T = input.num_tokens(), H = input.hidden(), S = planned.layer.config().top_k;
   const std::int64_t step = planned.chunk * ranks.spread()->num_ranks();
@@ -223,7 +225,9 @@ Status run_tokens(const Planned& planned, const Ranks& ranks, TokenInput& input,
     tensors[0] = {"y", DType::kF32, {T, H}, produce, nullptr};
     tensors[1] = {"topk_idx", DType::kI32, {T, S}, {}, topk_idx.data()};
     tensors[2] = {"topk_weight", DType::kF32, {T, S}, {}, topk_weight.data()};
-    status = io::write_safetensors(output, tensors);
+    status = io::write_safetensors(options.output, tensors);
+    if (status.is_ok() && !options.record_load.empty())
+      status = record_load(options.record_load, options.layer, planned.layer.config().num_experts, topk_idx);
   } else {
     for (std::int64_t begin = 0; begin < T && status.is_ok(); begin += step) {
       status = chunk(begin, std::min(step, T - begin));
@@ -277,6 +281,7 @@ void print_report(const RunOptions& options, bool json, const Ranks& ranks, cons
   }
   for (const std::string& note : loaded.notes) fmt::print("note: {}\n", note);
   fmt::print("{}: y[{},{}] f32, topk_idx, topk_weight\n", options.output, T, H);
+  if (!options.record_load.empty()) fmt::print("{}: tokens per expert, for `sluice eplb`\n", options.record_load);
   const std::string of_first = ranks.num_ranks() == 1 ? "" : " on rank 0";
   if (ranks.num_ranks() > 1) {
     fmt::print("{} ranks over {}, {} of {} experts on rank 0{}\n", ranks.num_ranks(), ranks.transport()->name(),
@@ -315,6 +320,12 @@ Result<Ready> prepare(const RunOptions& options, const std::map<std::string, Sel
   if (Status s = check_output(options.output, (*input)->path(), options.model); !s.is_ok()) {
     usage = true;
     return s;
+  }
+  if (!options.record_load.empty()) {
+    if (Status s = check_json_output("--record-load", options.record_load, is_load_file); !s.is_ok()) {
+      usage = true;
+      return s;
+    }
   }
   const Precision precision = asked.value_or(default_precision(model->info));
   SLUICE_TRY(check_precision(model->info, precision));
@@ -413,7 +424,7 @@ Outcome run(const RunOptions& options, bool json) {
                                  input.hidden() * (4 + size_bytes(input.dtype())));
   if (!planned) return planned.status();
   Totals totals;
-  if (Status s = run_tokens(*planned, *ranks, input, options.output, totals); !s.is_ok())
+  if (Status s = run_tokens(*planned, *ranks, input, options, totals); !s.is_ok())
     return is_interrupted() ? interrupted(s) : Outcome(s);
   if (!ranks->is_first()) return kExitOk;
 
@@ -444,6 +455,9 @@ void add_run(CLI::App& app, Command& command) {
       ->type_name("FILE");
   sub->add_option("--output", o->output, "File to write, named *.safetensors; an existing one is replaced")
       ->required()
+      ->type_name("FILE");
+  sub->add_option("--record-load", o->record_load,
+                  "Also write how many tokens each expert got, for `sluice eplb`; a file named *.json")
       ->type_name("FILE");
   sub->add_option("--precision", o->precision, "w8a8, w8a16, bf16 or f32")->type_name("P");
   sub->add_flag("--routed-only", o->routed_only, "Leave the shared expert out of y");

@@ -29,14 +29,14 @@ struct LayerInfo {
 struct LoadOptions {
   Precision precision = Precision::kF32;  // kBF16 on e4m3 and int8 weights dequantises them to bf16 while loading
   bool routed_only = false;               // the shared expert is still accounted for, but not read
-  // One rank's part: experts [first_expert, first_expert + num_local), 0: all from first_expert on, kNoExperts: none. LoadedLayer::config
-  // says the same, so that a layer made of both skips the ids of other ranks.
+  // One rank's part: experts [first_expert, first_expert + num_local), 0: all from first_expert on, kNoExperts: none.
+  // LoadedLayer::config says the same, so that a layer made of both skips the ids of other ranks.
   std::int64_t first_expert = 0;
   std::int64_t num_local = 0;
   // Or the experts of a rank's slots (sluice/placement.h), in their order, the same one several times if it is so placed;
   // empty: as above. LoadedLayer::config then has first_expert = 0 and num_local as many.
   std::vector<std::int32_t> experts = {};
-  // One rank's part where I is cut over ranks (shard() in sluice/weights.h). The experts are read whole and cut in memory.
+  // One rank's part where I is cut over ranks (shard() in sluice/weights.h). Only that part is read.
   TensorShard tensor_shard = {};
   // Called with bytes done and in all; may be empty.
   std::function<void(std::int64_t done, std::int64_t total)> progress = {};

@@ -10,6 +10,7 @@
 #include "sluice/placement_plan.h"
 #include "sluice/plan.h"
 #include "sluice/quantize.h"
+#include "sluice/scale.h"
 #include "sluice/stage/combine.h"
 #include "sluice/stage/gate.h"
 #include "sluice/stage/grouped_gemm.h"

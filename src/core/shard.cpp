@@ -3,7 +3,9 @@
 
 #include <algorithm>
 #include <cstring>
+#include <new>
 
+#include "layer/tensors.h"
 #include "sluice/transport.h"
 #include "sluice/weights.h"
 
@@ -99,6 +101,21 @@ FfnWeights cut(const FfnWeights& w, ShardRange range, bool is_first, Cutter& cut
 
 bool has_block_scales(const FfnWeights& w) { return w.w13_scale.is_present() && !has_row_scales(w); }
 
+void cut_all(ShardedLayer& part, const LayerWeights& weights, TensorShard shard, const ShardRange& range) {
+  Cutter cutter(part.weights);
+  part.config.intermediate = range.end - range.begin;
+  part.weights.experts = cut(weights.experts, range, shard.rank == 0, cutter);
+  if (part.config.shared_intermediate > 0) {
+    const Result<ShardRange> shared =
+        shard_range(part.config.shared_intermediate, shard, has_block_scales(weights.shared));
+    part.shared_is_whole = !shared.is_ok();
+    if (shared) {
+      part.config.shared_intermediate = shared->end - shared->begin;
+      part.weights.shared = cut(weights.shared, *shared, shard.rank == 0, cutter);
+    }
+  }
+}
+
 }  // namespace
 
 Result<ShardRange> shard_range(std::int64_t intermediate, TensorShard shard, bool block_scales) {
@@ -117,20 +134,23 @@ Result<ShardRange> shard_range(std::int64_t intermediate, TensorShard shard, boo
 
 Result<ShardedLayer> shard(const MoeConfig& config, const LayerWeights& weights, TensorShard shard) {
   SLUICE_TRY(check_weights(config, weights));
+  Status status;
+  for_each_tensor(weights, [&](std::string_view name, const TensorView& view) {
+    if (status.is_ok() && view.device.kind != DeviceKind::kCpu) {
+      status = {StatusCode::kInvalidArgument,
+                fmt::format("shard: {} is on a GPU; host memory is needed, upload comes after", name)};
+    }
+  });
+  SLUICE_TRY(status);
   const Result<ShardRange> range = shard_range(config.intermediate, shard, has_block_scales(weights.experts));
   if (!range) return range.status();
   ShardedLayer part{config, weights, false};
   if (shard.size == 1) return part;
-  Cutter cutter(part.weights);
-  part.config.intermediate = range->end - range->begin;
-  part.weights.experts = cut(weights.experts, *range, shard.rank == 0, cutter);
-  if (config.shared_intermediate > 0) {
-    const Result<ShardRange> shared = shard_range(config.shared_intermediate, shard, has_block_scales(weights.shared));
-    part.shared_is_whole = !shared.is_ok();
-    if (shared) {
-      part.config.shared_intermediate = shared->end - shared->begin;
-      part.weights.shared = cut(weights.shared, *shared, shard.rank == 0, cutter);
-    }
+  try {
+    cut_all(part, weights, shard, *range);
+  } catch (const std::bad_alloc&) {
+    return Status(StatusCode::kIoError,
+                  fmt::format("shard: no memory for columns [{}, {}) of I", range->begin, range->end));
   }
   return part;
 }

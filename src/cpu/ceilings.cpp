@@ -114,9 +114,7 @@ double measure_stream_bytes_per_s(int num_threads, std::int64_t num_bytes) {
       static_cast<std::uint8_t*>(std::aligned_alloc(4096, static_cast<std::size_t>(part * num_threads))), &std::free);
   if (data == nullptr) return 0.0;
   // Each thread touches its own part first, so that pages lie on its memory node and none is the shared zero page.
-  on_threads(num_threads, [&](int t) {
-    std::memset(data.get() + part * t, 1, static_cast<std::size_t>(part));
-  });
+  on_threads(num_threads, [&](int t) { std::memset(data.get() + part * t, 1, static_cast<std::size_t>(part)); });
   std::vector<std::uint64_t> sums(static_cast<std::size_t>(num_threads) * 8);
   const double seconds = best_seconds(num_threads, 5, [&](int t) {
     // volatile: without a use of the sum the passes could be merged.

@@ -60,6 +60,7 @@ std::int64_t transpose_as(const Transpose& t, const std::byte* src, Dst* dst, co
                           const IsNan& nan) {
   // Squares that keep a cache line of both sides in use.
   constexpr std::int64_t kTile = 32;
+  const std::int64_t pitch = t.pitch == 0 ? t.cols : t.pitch;
   std::int64_t num_nan = 0;
   for (std::int64_t c0 = 0; c0 < t.cols; c0 += kTile) {
     const std::int64_t c1 = std::min(t.cols, c0 + kTile);
@@ -71,7 +72,7 @@ std::int64_t transpose_as(const Transpose& t, const std::byte* src, Dst* dst, co
       for (std::int64_t c = c0; c < c1; ++c) {
         Dst* out = dst + row[static_cast<std::size_t>(c - c0)] * t.rows;
         for (std::int64_t r = r0; r < r1; ++r) {
-          const Src value = load<Src>(src, r * t.cols + c);
+          const Src value = load<Src>(src, r * pitch + c);
           num_nan += nan(value) ? 1 : 0;
           out[r] = convert(value);
         }

@@ -28,11 +28,13 @@ std::int64_t to_f32(DType dtype, const std::byte* src, std::int64_t count, float
 
 // [rows, cols] -> dst with the columns of src as rows: dst[w13_row(order, c) * dst_stride + r]. `order` is kGateFirst
 // with intermediate = 0 for a plain transpose. dtype f32, bf16, or f16 (which becomes f32).
+// src may be columns of a wider matrix, `pitch` elements from row to row.
 struct Transpose {
   DType dtype = DType::kBF16;
   std::int64_t rows = 0, cols = 0;
   GateUp order = GateUp::kGateFirst;
   std::int64_t intermediate = 0;
+  std::int64_t pitch = 0;  // 0: cols
 };
 std::int64_t transpose(const Transpose& shape, const std::byte* src, void* dst);
 

@@ -68,11 +68,6 @@ class Fields {
     }
     return &value;
   }
-  Status text_is(std::string_view name, std::string_view wanted) const {
-    const json& value = value_->at(name);
-    if (value.is_string() && value.get_ref<const std::string&>() == wanted) return Status::ok();
-    return bad(fmt::format("{}: expected \"{}\", found {}", path(name), wanted, shorten(value)));
-  }
   std::string path(std::string_view name) const {
     return where_.ends_with(']') ? fmt::format("{}.{}", where_, name) : fmt::format("{}: {}", where_, name);
   }
@@ -91,15 +86,20 @@ class Fields {
   std::string where_;
 };
 
-Status check_format(const Fields& fields, std::string_view format) {
-  SLUICE_TRY(fields.text_is("format", format));
-  return fields.integer("version", kVersion, kVersion).status();
+// What kind of file it is comes first: of another kind of JSON file every field would be unknown.
+Result<Fields> open_fields(const json& root, const std::string& where, std::string_view format,
+                           std::initializer_list<std::string_view> names) {
+  const auto found = root.is_object() ? root.find("format") : root.end();
+  if (found == root.end() || *found != format)
+    return Fields::bad(fmt::format("{}: this is no JSON object with \"format\": \"{}\"", where, format));
+  Result<Fields> fields = Fields::of(root, where, names);
+  if (fields) SLUICE_TRY(fields->integer("version", kVersion, kVersion).status());
+  return fields;
 }
 
 Result<ExpertLoads> parse_loads(const json& root, const std::string& where) {
-  const Result<Fields> file = Fields::of(root, where, {"format", "version", "num_experts", "layers"});
+  const Result<Fields> file = open_fields(root, where, kLoadFormat, {"format", "version", "num_experts", "layers"});
   if (!file) return file.status();
-  SLUICE_TRY(check_format(*file, kLoadFormat));
   const Result<std::int64_t> E = file->integer("num_experts", 1, kMaxPlacementSlots);
   if (!E) return E.status();
   const Result<const json*> layers = file->array("layers", 1, kMaxPlacementLayers);
@@ -182,10 +182,9 @@ Result<ExpertLoads> read_npy_loads(const std::filesystem::path& path) {
 }
 
 Result<std::vector<LayerPlacement>> parse_placements(const json& root, const std::string& where) {
-  const Result<Fields> file =
-      Fields::of(root, where, {"format", "version", "num_experts", "num_ranks", "num_slots", "layers"});
+  const Result<Fields> file = open_fields(root, where, kPlacementFormat,
+                                          {"format", "version", "num_experts", "num_ranks", "num_slots", "layers"});
   if (!file) return file.status();
-  SLUICE_TRY(check_format(*file, kPlacementFormat));
   const Result<std::int64_t> E = file->integer("num_experts", 1, kMaxPlacementSlots);
   if (!E) return E.status();
   const Result<std::int64_t> P = file->integer("num_ranks", 1, kMaxPlacementSlots);

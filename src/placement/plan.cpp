@@ -14,7 +14,7 @@ namespace {
 
 constexpr double kMaxTokens = 9007199254740992.0;  // 2^53: every whole number up to it is a double
 
-Status refuse(std::string text) { return {StatusCode::kInvalidArgument, "plan_placement: " + std::move(text)}; }
+Status refuse(std::string text) { return {StatusCode::kInvalidArgument, "placement: " + std::move(text)}; }
 
 std::int64_t size_of_part(std::int64_t total, std::int64_t num_parts, std::int64_t part) {
   const ExpertRange range = experts_of_rank(total, num_parts, part);
@@ -117,7 +117,7 @@ Result<Placement> plan_placement(std::span<const double> load, const PlacementRe
   const std::int64_t E = std::ssize(load), P = request.num_ranks;
   const Result<std::int64_t> num_slots = check_request(E, request);
   if (!num_slots) return num_slots.status();
-  SLUICE_TRY(check_load(load, "expert").with_context("plan_placement"));
+  SLUICE_TRY(check_load(load, "expert").with_context("placement"));
   const std::int64_t N = *num_slots;
   const std::int64_t K = is_hierarchical(request) ? request.num_nodes : 1;
 
@@ -160,10 +160,10 @@ Result<Placement> plan_placement(std::span<const std::int64_t> load, const Place
 Result<RankBalance> balance_of(const Placement& placement, std::span<const double> load) {
   SLUICE_TRY(validate(placement));
   if (std::ssize(load) != placement.num_experts) {
-    return Status(StatusCode::kInvalidArgument, fmt::format("balance_of: {} loads for a placement of {} experts",
-                                                            load.size(), placement.num_experts));
+    return Status(StatusCode::kInvalidArgument,
+                  fmt::format("balance: {} loads for a placement of {} experts", load.size(), placement.num_experts));
   }
-  SLUICE_TRY(check_load(load, "expert").with_context("balance_of"));
+  SLUICE_TRY(check_load(load, "expert").with_context("balance"));
   return add_up(placement, load);
 }
 

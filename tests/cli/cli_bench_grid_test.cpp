@@ -175,6 +175,7 @@ TEST_F(CliGridTest, OptionsThatContradictTheGridAreRefused) {
       {{"--route", "zipf"}, "--route does not go with --grid"},
       {{"--stages"}, "--stages does not go with --grid"},
       {{"--routed-only"}, "--routed-only does not go with --grid"},
+      {{"--ep"}, "--ep does not go with --grid"},
       {{"--rows", "dsv3,dsv4"}, "--rows: 'dsv4' is no row of the grid; there are dsv3, dsv3-ep8, dsv3-tp8, qwen3-30b"},
       {{"--rows", "dsv3:2"}, "'dsv3:2' is no row"},
       {{"--rows", "dsv3:1", "--tokens", "4"}, "leave --tokens out"},

@@ -14,7 +14,7 @@ namespace {
 TEST_F(CliTest, HelpExplainsEveryCommandWithExamples) {
   const Ran top = sluice({"--help"});
   EXPECT_EQ(top.code, 0);
-  for (const char* command : {"inspect", "run", "check", "explain", "synth", "convert", "bench"}) {
+  for (const char* command : {"inspect", "run", "check", "explain", "synth", "convert", "bench", "eplb"}) {
     EXPECT_THAT(top.out, HasSubstr(command));
     const Ran help = sluice({command, "--help"});
     EXPECT_EQ(help.code, 0);
@@ -65,7 +65,7 @@ TEST_F(CliTest, UsageErrorsAreTwo) {
 
 TEST_F(CliTest, WrongWordsAreNamed) {
   expect_refused({"expalin"}, 2,
-                 {"there is no command 'expalin'", "inspect, run, check, explain, synth, convert, bench"});
+                 {"there is no command 'expalin'", "inspect, run, check, explain, synth, convert, bench, eplb"});
   expect_refused({"bogus", "--model", kTiny}, 2, {"'bogus'"});
   expect_refused({"bench"}, 2, {"give either --model with --layer, or --like"});
   expect_refused({"bench", "--tokens", "1"}, 2, {"give either --model with --layer, or --like"});

@@ -26,15 +26,18 @@ class CliRanks : public CliTest {
 
 TEST_F(CliRanks, TheOutputIsThatOfOneRank) {
   const std::string x = std::string(kTiny) + "/golden.safetensors:layer1.x";
-  const Ran alone =
-      sluice({"run", "--model", kTiny, "--layer", "1", "--input", x, "--output", path("one.safetensors")});
+  const Ran alone = sluice({"run", "--model", kTiny, "--layer", "1", "--input", x, "--output", path("one.safetensors"),
+                            "--record-load", path("one.json")});
   ASSERT_EQ(alone.code, 0) << alone.err;
   for (const int num_ranks : {1, 2, 3}) {
-    const Ran ran = on_ranks(
-        num_ranks, spread({"--model", kTiny, "--layer", "1", "--input", x, "--output", path("many.safetensors")}));
+    const Ran ran = on_ranks(num_ranks, spread({"--model", kTiny, "--layer", "1", "--input", x, "--output",
+                                                path("many.safetensors"), "--record-load", path("many.json")}));
     ASSERT_EQ(ran.code, 0) << ran.err;
     EXPECT_EQ(read_file(path("many.safetensors")), read_file(path("one.safetensors"))) << num_ranks << " ranks";
-    if (num_ranks == 3) EXPECT_THAT(ran.out, HasSubstr("3 ranks over mpi, 11 of 32 experts on rank 0"));
+    EXPECT_EQ(read_file(path("many.json")), read_file(path("one.json"))) << num_ranks << " ranks";
+    if (num_ranks == 3) {
+      EXPECT_THAT(ran.out, HasSubstr("3 ranks over mpi, 11 of 32 experts on rank 0"));
+    }
     fs::remove(path("many.safetensors"));
   }
 }

@@ -386,8 +386,7 @@ TEST(PlacementPlan, SeveralLayersArePlannedAloneAndErrorsNameTheLayer) {
   EXPECT_EQ((*plans)[1].layer, 7);
   EXPECT_EQ((*plans)[0].placement.slot_expert, plan({9, 1, 1, 1}, request(2, 5)).slot_expert);
   EXPECT_EQ((*plans)[1].placement.slot_expert, plan({1, 1, 1, 9}, request(2, 5)).slot_expert);
-  EXPECT_THAT(plan_placements(loads, request(2, 3)).status().message(),
-              HasSubstr("layer 3: plan_placement: num_slots"));
+  EXPECT_THAT(plan_placements(loads, request(2, 3)).status().message(), HasSubstr("layer 3: placement: num_slots"));
   loads.tokens[5] = -1;
   EXPECT_THAT(plan_placements(loads, request(2, 5)).status().message(), HasSubstr("layer 7, expert 1"));
 }
