@@ -24,6 +24,16 @@ std::int64_t bytes_of_round(const Layer::State& state) {
   return arena.used_bytes();
 }
 
+struct PlanNames {
+  std::string_view offset, row_token, row_slot, num_rows;
+};
+constexpr PlanNames kSendNames{"exchange.sends.offset[P+1]", "exchange.sends.row_token[C*W]",
+                               "exchange.sends.row_slot[C*W]", "exchange.sends.num_rows[1]"};
+constexpr PlanNames kReturnNames{"exchange.returns.offset[P+1]", "exchange.returns.row_token[C*S]",
+                                 "exchange.returns.row_slot[C*S]", "exchange.returns.num_rows[1]"};
+constexpr PlanNames kArrivedNames{"exchange.plan.offset[L+1]", "exchange.plan.row_token[P*C*S]",
+                                  "exchange.plan.row_slot[P*C*S]", "exchange.plan.num_rows[1]"};
+
 }  // namespace
 
 Status plan_spread(Layer::State& state) {
@@ -86,17 +96,18 @@ SpreadBuffers lay_out_spread(const Layer::State& state, Arena& arena) {
   b.slot_rank = arena.take("exchange.slot_rank[C,S]", DType::kI32, {C, S});
   b.slot_local = arena.take("exchange.slot_local[C,S]", DType::kI32, {C, S});
   b.way_rank = arena.take("exchange.way_rank[C,W]", DType::kI32, {C, W});
-  const auto plan = [&](RoutePlan& p, const char* name, std::int64_t groups, std::int64_t rows) {
-    p.expert_offset.view = arena.take(fmt::format("exchange.{}.offset", name), DType::kI32, {groups + 1});
-    p.row_token = arena.take(fmt::format("exchange.{}.row_token", name), DType::kI32, {rows});
-    p.row_slot = arena.take(fmt::format("exchange.{}.row_slot", name), DType::kI32, {rows});
-    p.num_rows = arena.take(fmt::format("exchange.{}.num_rows", name), DType::kI32, {1});
+  // Names are literals: this runs in every forward, which allocates nothing.
+  const auto plan = [&](RoutePlan& p, const PlanNames& names, std::int64_t groups, std::int64_t rows) {
+    p.expert_offset.view = arena.take(names.offset, DType::kI32, {groups + 1});
+    p.row_token = arena.take(names.row_token, DType::kI32, {rows});
+    p.row_slot = arena.take(names.row_slot, DType::kI32, {rows});
+    p.num_rows = arena.take(names.num_rows, DType::kI32, {1});
   };
-  plan(b.sends, "sends", P, C * W);
+  plan(b.sends, kSendNames, P, C * W);
   b.sends.slot_row = arena.take("exchange.sends.slot_row[C,W]", DType::kI32, {C, W});
-  plan(b.returns, "returns", P, C * S);
+  plan(b.returns, kReturnNames, P, C * S);
   b.home_row = arena.take("exchange.home_row[T,S]", DType::kI32, {state.options.max_tokens, S});
-  plan(b.plan, "plan", num_local(state.config), N * S);
+  plan(b.plan, kArrivedNames, num_local(state.config), N * S);
   b.plan.slot_row = arena.take("exchange.plan.slot_row[P*C,S]", DType::kI32, {N, S});
   b.back_row = arena.take("exchange.back_row[P*C*S]", DType::kI32, {N * S});
   const auto numbers = [&](std::string_view name, std::int64_t count) {
