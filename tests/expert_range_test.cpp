@@ -26,6 +26,7 @@ void expect_slice(const char* name, const TensorView& part, const TensorView& wh
   const TensorView want = whole.slice(std::min(first, whole.shape[0]), part.shape[0]);
   ASSERT_EQ(part.shape, want.shape) << name;
   ASSERT_TRUE(part.is_dense() && want.is_dense()) << name;
+  if (part.num_bytes() == 0) return;  // no experts, and no memory for them
   EXPECT_EQ(std::memcmp(part.data, want.data, static_cast<std::size_t>(part.num_bytes())), 0) << name;
 }
 
