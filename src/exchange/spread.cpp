@@ -49,7 +49,7 @@ Status aim(const AimArgs& args) {
       if (id >= 0 && id < num_experts) {
         const std::int32_t slot = placement.slot(id, args.first_token + t + args.rank);
         rank = static_cast<std::int32_t>(placement.rank_of(slot));
-        local = slot - args.rank_begin[static_cast<std::size_t>(rank)];
+        local = placement.local_of(slot);
         bool is_new = true;
         for (std::int64_t w = 0; w < ways && is_new; ++w) is_new = at(args.way_rank, t, w) != rank;
         if (is_new) at(args.way_rank, t, ways++) = rank;

@@ -26,14 +26,13 @@ constexpr std::int64_t num_ways(std::int64_t top_k, std::int64_t num_ranks) { re
 struct AimArgs {
   ExpertIds topk_idx;  // [T,S] i32, logical ids
   const PlacementIndex* placement = nullptr;
-  std::span<const std::int32_t> rank_begin;  // [P+1] the placement's
-  std::int64_t first_token = 0;              // the number of token 0 in the call, and
-  std::int64_t rank = 0;                     // whose tokens they are: which replica takes them depends on both
-  TensorView slot_rank;                      // [T,S] i32, out
-  TensorView slot_local;                     // [T,S] i32, out
-  TensorView way_rank;                       // [T,W] i32, out; W = num_ways
-  TensorView counters;                       // [kCounters] i64, added to; optional
-  bool checked = false;  // invalid ids are an error naming token, slot and id; nothing is written then
+  std::int64_t first_token = 0;  // the number of token 0 in the call, and
+  std::int64_t rank = 0;         // whose tokens they are: which replica takes them depends on both
+  TensorView slot_rank;          // [T,S] i32, out
+  TensorView slot_local;         // [T,S] i32, out
+  TensorView way_rank;           // [T,W] i32, out; W = num_ways
+  TensorView counters;           // [kCounters] i64, added to; optional
+  bool checked = false;          // invalid ids are an error naming token, slot and id; nothing is written then
 };
 Status aim(const AimArgs& args);
 

@@ -2,8 +2,11 @@
 
 #include <fmt/format.h>
 
+#include <array>
+
 #include "layer/spread.h"
 #include "layer/tensors.h"
+#include "transport/tell_all.h"
 
 namespace sluice {
 
@@ -67,12 +70,10 @@ std::vector<Field> common_fields(const Layer::State& s) {
 Status compare(Transport& transport, std::string_view group, const std::vector<Field>& fields, const Status& made) {
   const std::int64_t num_ranks = transport.num_ranks();
   constexpr std::size_t kWidth = kMaxFields + 1;  // the first says whether the rank has a layer at all
+  std::array<std::int64_t, kWidth> mine{made.is_ok() ? 1 : 0};
+  for (std::size_t i = 0; i < fields.size(); ++i) mine[1 + i] = fields[i].value;
   std::vector<std::int64_t> told(static_cast<std::size_t>(num_ranks) * kWidth), heard(told.size());
-  for (std::size_t i = 0; i < told.size(); ++i) {
-    const std::size_t at = i % kWidth;
-    told[i] = at == 0 ? (made.is_ok() ? 1 : 0) : (at <= fields.size() ? fields[at - 1].value : 0);
-  }
-  SLUICE_TRY(transport.exchange_counts(told, heard).with_context("create"));
+  SLUICE_TRY(tell_all(transport, mine, told, heard).with_context("create"));
   SLUICE_TRY(made);
   for (std::int64_t p = 0; p < num_ranks; ++p) {
     if (heard[static_cast<std::size_t>(p) * kWidth] != 0) continue;

@@ -13,6 +13,9 @@ struct Call {
   Ctx ctx;               // workspace: the stages' scratch
 };
 
+// All of a call's buffers, for T tokens and R rows; the context is left to the caller.
+Call lay_out_call(const Layer::State& state, Arena& arena, std::int64_t num_tokens, std::int64_t num_rows);
+
 // What a caller brings to the two entry points for tokens, besides routing.
 struct CallTensors {
   TensorView x;         // [T,H]
@@ -27,8 +30,9 @@ Status experts(const Layer::State& s, const FfnStages& stages, const FfnWeights&
 // The shared expert sees every token: x [T,H] -> call.b.shared.y [T,H].
 Status shared_expert(const Layer::State& s, Call& call, const TensorView& x);
 
-// From routing to output where the experts are spread over ranks (forward_spread.cpp). Collective: `ready` is what this
-// rank's own checks said, and a rank that cannot run tells the others so. The tensors are looked at only if it is ok.
-Status forward_spread(const Layer::State& s, Call& call, const CallTensors& input, const Status& ready);
+// From routing to output where the experts are spread over ranks (forward_spread.cpp). Collective.
+Status forward_spread(const Layer::State& s, Call& call, const CallTensors& input);
+// In its place on a rank whose own checks refused the call: the others hear of it. Returns why, or that they did not hear.
+Status decline_spread(const Layer::State& s, const Status& why);
 
 }  // namespace sluice

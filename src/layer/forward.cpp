@@ -26,9 +26,7 @@ Status begin(const Layer::State& s, std::int64_t num_tokens, std::int64_t num_ro
   const auto address = reinterpret_cast<std::uintptr_t>(ctx.workspace.data());
   const auto align = static_cast<std::uintptr_t>(Arena::align_bytes(s.device().kind));
   Arena arena(ctx.workspace.data() + (-address & (align - 1)), s.device());
-  call.b = lay_out(s, arena, num_tokens, num_rows);
-  if (s.spread != nullptr) call.spread = lay_out_spread(s, arena);
-  if (s.tensor != nullptr) call.tensor = lay_out_tensor(s, arena);
+  call = lay_out_call(s, arena, num_tokens, num_rows);
   call.ctx = ctx;
   call.ctx.workspace = call.b.scratch;
   const int planned = s.options.machine.num_threads;
@@ -129,11 +127,6 @@ Status gate_tokens(const Layer::State& s, const Call& call, const TensorView& x,
   return s.select(both.select, call.ctx);                // logits  -> topk_idx, topk_weight [T,S]
 }
 
-// R of a call: a row a slot, or what a round of all ranks may bring.
-std::int64_t rows_of_call(const Layer::State& s, std::int64_t num_tokens) {
-  return s.spread == nullptr ? num_tokens * s.config.top_k : s.spread->max_arriving() * s.config.top_k;
-}
-
 // What a spread call brings, judged as a whole before its first round: as if every token were packed where it is. Never run.
 pack::Args judged_pack_args(const Layer::State& s, const Call& call, const TensorView& x, const TensorView& x_scale) {
   const FfnBuffers& b = call.b.routed;
@@ -175,11 +168,11 @@ Status run_together(const Layer::State& s, Call& call, const CallTensors& t, Sta
     ready = meet(s, ready.is_ok() ? t.x.shape[0] : 0, ready);
     if (ready.is_ok()) mine.out = call.tensor.partial.slice(0, t.x.shape[0]);
   }
+  if (!ready.is_ok()) return s.spread != nullptr ? decline_spread(s, ready) : ready;
   if (s.spread != nullptr) {
-    SLUICE_TRY(forward_spread(s, call, mine, ready));
-  } else {
-    SLUICE_TRY(ready);
-    if (t.x.shape[0] > 0) SLUICE_TRY(run_routed(s, call, mine));
+    SLUICE_TRY(forward_spread(s, call, mine));
+  } else if (t.x.shape[0] > 0) {
+    SLUICE_TRY(run_routed(s, call, mine));
   }
   return s.tensor == nullptr ? Status::ok() : add_partials(s, call.tensor, t.out, call.ctx);
 }
@@ -210,7 +203,7 @@ Status Layer::forward(const TensorView& x, const TensorView& out, const Routing&
   };
   Call call;
   const auto start = [&]() -> Status {
-    SLUICE_TRY(begin(s, x.shape[0], rows_of_call(s, x.shape[0]), ctx, call));
+    SLUICE_TRY(begin(s, x.shape[0], s.rows_of_tokens(x.shape[0]), ctx, call));
     if (routing.topk_idx.view.is_present()) call.b.topk_idx = routing.topk_idx;
     if (routing.topk_weight.is_present()) call.b.topk_weight = routing.topk_weight;
     return Status::ok();
@@ -240,7 +233,7 @@ Status Layer::forward_routed(const RoutedInput& input, const TensorView& out, co
   };
   Call call;
   const auto start = [&]() -> Status {
-    SLUICE_TRY(begin(s, x.shape[0], rows_of_call(s, x.shape[0]), ctx, call));
+    SLUICE_TRY(begin(s, x.shape[0], s.rows_of_tokens(x.shape[0]), ctx, call));
     call.b.topk_idx = input.topk_idx;
     call.b.topk_weight = input.topk_weight;
     SLUICE_TRY(check_place("forward_routed", "x_scale", input.x_scale, s.device()));

@@ -13,6 +13,7 @@
 
 #include "layer/call.h"
 #include "layer/spread.h"
+#include "transport/tell_all.h"
 
 namespace sluice {
 
@@ -31,12 +32,10 @@ class Rounds {
   Rounds(const Layer::State& s, Call& call, const CallTensors& input)
       : s_(s), spread_(*s.spread), call_(call), b_(call.spread), input_(input), transport_(*s.options.transport) {}
 
-  Status run(const Status& ready) {
-    declined_ = ready;
+  Status run() {
     for (std::int64_t round = 0; round < num_rounds_ + 2; ++round) {
       if (round < num_rounds_) SLUICE_TRY(prepare(round));
-      if (round == 0 && input_.x.is_present() && s_.has_shared() && num_tokens() > 0)
-        SLUICE_TRY(or_abandon(shared_expert(s_, call_, input_.x)));
+      if (round == 0 && s_.has_shared() && num_tokens() > 0) SLUICE_TRY(or_abandon(shared_expert(s_, call_, input_.x)));
       if (round >= 1 && round - 1 < num_rounds_) SLUICE_TRY(work(round - 1));
       if (round >= 2) SLUICE_TRY(finish(round - 2));
     }
@@ -213,14 +212,17 @@ Status Rounds::finish(std::int64_t round) {
 
 }  // namespace
 
-Status forward_spread(const Layer::State& s, Call& call, const CallTensors& input, const Status& ready) {
-  // A rank that cannot run has no buffers to tell it with: numbers of its own do.
-  if (ready.is_ok()) return Rounds(s, call, input).run(ready);
-  const std::size_t num_ranks = static_cast<std::size_t>(s.spread->num_ranks);
-  std::vector<std::int64_t> told(num_ranks * Telling::kWidth), heard(told.size());
-  for (std::size_t p = 0; p < num_ranks; ++p) told[p * Telling::kWidth + Telling::kDeclined] = 1;
-  SLUICE_TRY(s.options.transport->exchange_counts(told, heard));
-  return ready;
+Status forward_spread(const Layer::State& s, Call& call, const CallTensors& input) {
+  return Rounds(s, call, input).run();
+}
+
+// The call may have no buffers to tell it with: numbers of its own do.
+Status decline_spread(const Layer::State& s, const Status& why) {
+  std::array<std::int64_t, Telling::kWidth> mine{};
+  mine[Telling::kDeclined] = 1;
+  std::vector<std::int64_t> told(mine.size() * static_cast<std::size_t>(s.spread->num_ranks)), heard(told.size());
+  SLUICE_TRY(tell_all(*s.options.transport, mine, told, heard));
+  return why;
 }
 
 }  // namespace sluice

@@ -7,35 +7,13 @@
 
 #include "device/device.h"
 #include "layer/agree.h"
+#include "layer/call.h"
 #include "layer/place.h"
-#include "layer/spread.h"
-#include "layer/tensor_parallel.h"
-#include "layer/selection.h"
+#include "layer/resolve.h"
 #include "layer/tensors.h"
 
 namespace sluice {
 namespace {
-
-// Judges the planned arguments, picks the implementation, books its scratch and writes the report.
-template <class Args>
-Result<const Impl<Args>*> resolve_row(Layer::State& s, std::string_view role, std::string_view stage,
-                                      std::span<const Impl<Args>> table, const Args& args, std::string tensors) {
-  SLUICE_TRY(check(args, Phase::kPlan));
-  Result<Choice<Args>> choice =
-      choose(stage, table, args, s.options.machine, selection_for(s.options.selection, stage));
-  if (!choice) return choice.status();
-  const Impl<Args>& impl = *choice->impl;
-  StageReport report;
-  report.stage = role == stage ? std::string(stage) : fmt::format("{}: {}", role, stage);
-  report.impl = std::string(impl.name);
-  report.tensors = std::move(tensors);
-  report.declined = std::move(choice->declined);
-  if (impl.describe != nullptr) report.configuration = impl.describe(args, s.options.machine);
-  if (impl.scratch_bytes != nullptr) report.scratch_bytes = impl.scratch_bytes(args, s.options.machine);
-  s.scratch_bytes = std::max(s.scratch_bytes, report.scratch_bytes);
-  s.reports.push_back(std::move(report));
-  return &impl;
-}
 
 template <class Args>
 Status resolve(Layer::State& s, std::string_view role, std::string_view stage, std::span<const Impl<Args>> table,
@@ -397,15 +375,13 @@ Result<Layer> Layer::make(const MoeConfig& config, LayerWeights weights, const L
 
   // The two kinds of entry points use the same memory in different shapes.
   Arena tokens(nullptr, options.machine.device, &state->items);
-  const bool is_spread = state->spread != nullptr;
-  lay_out(*state, tokens, options.max_tokens, is_spread ? state->max_rows() : options.max_tokens * config.top_k);
-  if (is_spread) lay_out_spread(*state, tokens);
-  if (state->tensor != nullptr) lay_out_tensor(*state, tokens);
+  const std::int64_t rows_of_tokens = state->rows_of_tokens(options.max_tokens);
+  lay_out_call(*state, tokens, options.max_tokens, rows_of_tokens);
   std::int64_t bytes = tokens.used_bytes();
-  if (!is_spread && state->max_rows() > options.max_tokens * config.top_k) {
+  if (state->max_rows() > rows_of_tokens) {
     std::vector<WorkspaceItem> items;
     Arena rows(nullptr, options.machine.device, &items);
-    lay_out(*state, rows, 0, state->max_rows());
+    lay_out_call(*state, rows, 0, state->max_rows());
     if (rows.used_bytes() > bytes) {
       bytes = rows.used_bytes();
       state->items = std::move(items);

@@ -4,17 +4,15 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cstring>
 
-#include "layer/selection.h"
-#include "layer/tensors.h"
+#include "layer/resolve.h"
 
 namespace sluice {
 
 namespace {
 
-// The worst case of a round: every token of every rank here, with all of its slots.
-std::int64_t max_rows_of_round(const Layer::State& state) { return state.spread->max_arriving() * state.config.top_k; }
+// The worst case: every token of every rank here, with all of its slots.
+std::int64_t max_rows_of_round(const Layer::State& state) { return state.rows_of_tokens(state.options.max_tokens); }
 
 // What grows with the tokens of a round: the exchange, and the rows the experts may have to work on.
 std::int64_t bytes_of_round(const Layer::State& state) {
@@ -63,7 +61,6 @@ Status plan_spread(Layer::State& state) {
   state.spread = std::make_unique<Spread>();
   Spread& spread = *state.spread;
   spread.placement = PlacementIndex::of(placement);
-  spread.rank_begin = placement.rank_begin;
   spread.num_ranks = num_ranks;
   spread.rank = rank;
   spread.num_ways = exchange::num_ways(state.config.top_k, num_ranks);
@@ -110,28 +107,20 @@ SpreadBuffers lay_out_spread(const Layer::State& state, Arena& arena) {
   plan(b.plan, kArrivedNames, num_local(state.config), N * S);
   b.plan.slot_row = arena.take("exchange.plan.slot_row[P*C,S]", DType::kI32, {N, S});
   b.back_row = arena.take("exchange.back_row[P*C*S]", DType::kI32, {N * S});
-  const auto numbers = [&](std::string_view name, std::int64_t count) {
-    const std::span<std::byte> bytes = arena.take_bytes(name, count * 8);
-    return std::span(reinterpret_cast<std::int64_t*>(bytes.data()), bytes.size() / 8);
-  };
-  const auto spans = [&](std::string_view name) {
-    const std::span<std::byte> bytes = arena.take_bytes(name, P * static_cast<std::int64_t>(sizeof(RowSpan)));
-    return std::span(reinterpret_cast<RowSpan*>(bytes.data()), bytes.size() / sizeof(RowSpan));
-  };
   for (std::int64_t i = 0; i < spread.num_halves(state.options.max_tokens); ++i) {
     SpreadBuffers::Half& half = b.half[static_cast<std::size_t>(i)];
     half.sent = arena.take_bytes("exchange.sent[C*W] records", C * W * spread.record.bytes).data();
     half.arrived = arena.take_bytes("exchange.arrived[P*C] records", N * spread.record.bytes).data();
     half.back = arena.take("exchange.back[P*C*S,H]", state.path.y, {N * S, H});
     half.returned = arena.take("exchange.returned[C*S,H]", state.path.y, {C * S, H});
-    half.send_rows = spans("exchange.send_rows[P]");
-    half.arrive_rows = spans("exchange.arrive_rows[P]");
-    half.back_rows = spans("exchange.back_rows[P]");
-    half.return_rows = spans("exchange.return_rows[P]");
+    half.send_rows = arena.take_array<RowSpan>("exchange.send_rows[P]", P);
+    half.arrive_rows = arena.take_array<RowSpan>("exchange.arrive_rows[P]", P);
+    half.back_rows = arena.take_array<RowSpan>("exchange.back_rows[P]", P);
+    half.return_rows = arena.take_array<RowSpan>("exchange.return_rows[P]", P);
   }
   if (spread.num_halves(state.options.max_tokens) == 1) b.half[1] = b.half[0];
-  b.told = numbers("exchange.told[P,4]", P * Telling::kWidth);
-  b.heard = numbers("exchange.heard[P,4]", P * Telling::kWidth);
+  b.told = arena.take_array<std::int64_t>("exchange.told[P,4]", P * Telling::kWidth);
+  b.heard = arena.take_array<std::int64_t>("exchange.heard[P,4]", P * Telling::kWidth);
   return b;
 }
 
@@ -140,7 +129,6 @@ exchange::AimArgs aim_args(const Layer::State& state, const SpreadBuffers& b, co
   const std::int64_t count = topk_idx.view.shape[0];
   return {.topk_idx = topk_idx,
           .placement = &state.spread->placement,
-          .rank_begin = state.spread->rank_begin,
           .first_token = first_token,
           .rank = state.spread->rank,
           .slot_rank = b.slot_rank.slice(0, count),
@@ -228,12 +216,12 @@ Status book_spread(Layer::State& state) {
     book(state, state.routed.pack.of(dtype).impl, send_pack_args(state, b, b.half[0], x, {}, weight));
   }
   const pack::Args arrived = arrived_pack_args(state, b, b.half[0], routed, N);
-  SLUICE_TRY(pack::check(arrived, Phase::kPlan));
-  const Result<Choice<pack::Args>> choice =
-      choose("pack", pack::impls(), arrived, state.options.machine, selection_for(state.options.selection, "pack"));
-  if (!choice) return choice.status();
-  state.spread->arrived_pack.impl = choice->impl;
-  book(state, choice->impl, arrived);
+  const Result<const Impl<pack::Args>*> impl =
+      resolve_row(state, "pack of records", "pack", pack::impls(), arrived, arrived.x.to_string());
+  if (!impl) return impl.status();
+  state.spread->arrived_pack.impl = *impl;
+  // As with other rows that are brought: reported only where it is not the one that packs tokens.
+  if ((*impl)->name == state.routed.pack.of(DType::kBF16).impl->name) state.reports.pop_back();
 
   const Spread& spread = *state.spread;
   StageReport report;

@@ -11,7 +11,6 @@ namespace sluice {
 // results of the one before are on their way; everything in flight exists twice.
 struct Spread {
   PlacementIndex placement;
-  std::vector<std::int32_t> rank_begin;  // [P+1] slots of each rank
   std::int64_t num_ranks = 1;
   std::int64_t rank = 0;
   std::int64_t num_ways = 1;  // ranks a token may go to

@@ -29,6 +29,11 @@ class Arena {
   // Scales [blocks,rows]: on a GPU every block begins on 16 bytes, as TMA wants it, whatever the number of rows.
   TensorView take_scale(std::string_view what, std::int64_t blocks, std::int64_t rows);
   std::span<std::byte> take_bytes(std::string_view what, std::int64_t bytes);
+  template <class T>
+  std::span<T> take_array(std::string_view what, std::int64_t count) {
+    const std::span<std::byte> bytes = take_bytes(what, count * static_cast<std::int64_t>(sizeof(T)));
+    return {reinterpret_cast<T*>(bytes.data()), bytes.size() / sizeof(T)};
+  }
   std::int64_t used_bytes() const { return used_; }
   Device device() const { return device_; }
 
@@ -143,6 +148,8 @@ struct Layer::State {
   ~State();
   // Of a tensor group whose shared expert is whole on every rank, the first runs it.
   bool has_shared() const;
+  // R of a call with so many tokens: a row a slot; of a layer over several ranks what a round of all of them may bring.
+  std::int64_t rows_of_tokens(std::int64_t num_tokens) const;
   std::int64_t max_rows() const;
 };
 

@@ -6,15 +6,10 @@
 #include <array>
 #include <cstring>
 
-#include "layer/selection.h"
+#include "layer/resolve.h"
+#include "transport/tell_all.h"
 
 namespace sluice {
-
-namespace {
-
-std::int64_t largest_share(std::int64_t num_tokens, std::int64_t num_ranks) { return ceil_div(num_tokens, num_ranks); }
-
-}  // namespace
 
 Status plan_tensor(Layer::State& state) {
   const LayerOptions& o = state.options;
@@ -43,18 +38,14 @@ Status plan_tensor(Layer::State& state) {
 
 TensorBuffers lay_out_tensor(const Layer::State& state, Arena& arena) {
   const std::int64_t T = state.options.max_tokens, H = state.config.hidden, Q = state.tensor->num_ranks;
-  const std::int64_t share = largest_share(T, Q);
-  const auto spans = [&](std::string_view name) {
-    const std::span<std::byte> bytes = arena.take_bytes(name, Q * static_cast<std::int64_t>(sizeof(RowSpan)));
-    return std::span(reinterpret_cast<RowSpan*>(bytes.data()), bytes.size() / sizeof(RowSpan));
-  };
+  const std::int64_t share = ceil_div(T, Q);
   TensorBuffers b;
   b.partial = arena.take("tensor.partial[T,H]", DType::kF32, {T, H});
   b.parts = arena.take("tensor.parts[Q*T/Q,H]", DType::kF32, {Q * share, H});
   b.part_row = arena.take("tensor.part_row[T/Q,Q]", DType::kI32, {share, Q});
-  b.share = spans("tensor.share[Q]");
-  b.gathered = spans("tensor.gathered[Q]");
-  b.mine = spans("tensor.mine[Q]");
+  b.share = arena.take_array<RowSpan>("tensor.share[Q]", Q);
+  b.gathered = arena.take_array<RowSpan>("tensor.gathered[Q]", Q);
+  b.mine = arena.take_array<RowSpan>("tensor.mine[Q]", Q);
   return b;
 }
 
@@ -63,20 +54,12 @@ Status book_tensor(Layer::State& state) {
   const TensorBuffers b = lay_out_tensor(state, arena);
   const combine::Args args{
       .y = b.parts, .slot_row = b.part_row, .unweighted = true, .out = b.partial.slice(0, b.part_row.shape[0])};
-  SLUICE_TRY(combine::check(args, Phase::kPlan));
-  const Result<Choice<combine::Args>> choice = choose("combine", combine::impls(), args, state.options.machine,
-                                                      selection_for(state.options.selection, "combine"));
-  if (!choice) return choice.status();
-  state.tensor->add.impl = choice->impl;
-  if (choice->impl->scratch_bytes != nullptr)
-    state.scratch_bytes = std::max(state.scratch_bytes, choice->impl->scratch_bytes(args, state.options.machine));
-  StageReport report;
-  report.stage = "tensor sum: combine";
-  report.impl = std::string(choice->impl->name);
-  report.configuration = fmt::format("rank {} of {} over {}", state.tensor->rank, state.tensor->num_ranks,
-                                     state.options.tensor_transport->name());
-  report.tensors = fmt::format("partial {} -> out", b.partial.to_string());
-  state.reports.push_back(std::move(report));
+  const Result<const Impl<combine::Args>*> impl = resolve_row(state, "tensor sum", "combine", combine::impls(), args,
+                                                              fmt::format("partial {} -> out", b.partial.to_string()));
+  if (!impl) return impl.status();
+  state.tensor->add.impl = *impl;
+  state.reports.back().configuration = fmt::format("rank {} of {} over {}", state.tensor->rank, state.tensor->num_ranks,
+                                                   state.options.tensor_transport->name());
   return Status::ok();
 }
 
@@ -84,14 +67,11 @@ Status meet(const Layer::State& state, std::int64_t num_tokens, const Status& re
   Transport& transport = *state.options.tensor_transport;
   const std::int64_t num_ranks = transport.num_ranks();
   constexpr std::size_t kWidth = 2;
+  const std::array<std::int64_t, kWidth> mine{num_tokens, ready.is_ok() ? 0 : 1};
   std::array<std::int64_t, kWidth * kMaxTensorRanks> told{}, heard{};
-  for (std::int64_t q = 0; q < num_ranks; ++q) {
-    told[static_cast<std::size_t>(q) * kWidth] = num_tokens;
-    told[static_cast<std::size_t>(q) * kWidth + 1] = ready.is_ok() ? 0 : 1;
-  }
   const std::size_t count = kWidth * static_cast<std::size_t>(num_ranks);
   SLUICE_TRY(
-      transport.exchange_counts(std::span(told).first(count), std::span(heard).first(count)).with_context("forward"));
+      tell_all(transport, mine, std::span(told).first(count), std::span(heard).first(count)).with_context("forward"));
   SLUICE_TRY(ready);
   for (std::int64_t q = 0; q < num_ranks; ++q) {
     if (heard[static_cast<std::size_t>(q) * kWidth + 1] != 0) {

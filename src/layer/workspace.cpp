@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "layer/spread.h"
+#include "layer/call.h"
 
 namespace sluice {
 
@@ -43,9 +43,13 @@ bool Layer::State::has_shared() const {
   return !options.shared_is_whole || options.tensor_transport == nullptr || options.tensor_transport->rank() == 0;
 }
 
+std::int64_t Layer::State::rows_of_tokens(std::int64_t num_tokens) const {
+  return (spread == nullptr ? num_tokens : spread->max_arriving()) * config.top_k;
+}
+
 std::int64_t Layer::State::max_rows() const {
-  const std::int64_t of_tokens = (spread == nullptr ? options.max_tokens : spread->max_arriving()) * config.top_k;
-  return std::max({of_tokens, options.max_rows, num_local(config) * options.max_rows_per_expert});
+  return std::max(
+      {rows_of_tokens(options.max_tokens), options.max_rows, num_local(config) * options.max_rows_per_expert});
 }
 
 namespace {
@@ -105,6 +109,14 @@ Buffers lay_out(const Layer::State& state, Arena& arena, std::int64_t num_tokens
   }
   b.scratch = arena.take_bytes("scratch of the stages, the largest", state.scratch_bytes);
   return b;
+}
+
+Call lay_out_call(const Layer::State& state, Arena& arena, std::int64_t num_tokens, std::int64_t num_rows) {
+  Call call;
+  call.b = lay_out(state, arena, num_tokens, num_rows);
+  if (state.spread != nullptr) call.spread = lay_out_spread(state, arena);
+  if (state.tensor != nullptr) call.tensor = lay_out_tensor(state, arena);
+  return call;
 }
 
 gate::LogitsArgs logits_args(const Layer::State& state, const Buffers& b, const TensorView& x) {

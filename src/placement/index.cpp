@@ -4,6 +4,7 @@ namespace sluice {
 
 PlacementIndex PlacementIndex::of(const Placement& placement) {
   PlacementIndex index;
+  index.rank_begin_ = placement.rank_begin;
   const std::size_t num_slots = placement.slot_expert.size();
   // A counting sort of the slots by expert, stable, so that the slots of an expert ascend.
   index.begin_.assign(static_cast<std::size_t>(placement.num_experts) + 1, 0);

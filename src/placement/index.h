@@ -28,6 +28,10 @@ class PlacementIndex {
     return slots_[static_cast<std::size_t>(begin) + turn % static_cast<std::uint64_t>(count)];
   }
   std::int64_t rank_of(std::int32_t slot) const { return rank_[static_cast<std::size_t>(slot)]; }
+  // The number of the slot among those of its rank.
+  std::int32_t local_of(std::int32_t slot) const {
+    return slot - rank_begin_[static_cast<std::size_t>(rank_[static_cast<std::size_t>(slot)])];
+  }
 
   // All slots of an expert, ascending.
   std::span<const std::int32_t> replicas(std::int32_t expert) const {
@@ -43,6 +47,7 @@ class PlacementIndex {
   std::vector<std::int32_t> begin_;
   std::vector<std::int32_t> slots_;
   std::vector<std::int32_t> rank_;
+  std::vector<std::int32_t> rank_begin_;
 };
 
 }  // namespace sluice
