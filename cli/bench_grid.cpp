@@ -28,18 +28,6 @@ constexpr int kFirstDraw = 0;  // of bench/grid.h: the routes whose rows the pee
 Precision precision_of(const bench::GridRow& row) { return row.bf16 ? Precision::kBF16 : Precision::kW8A8; }
 DType dtype_of(const bench::GridRow& row) { return bench_dtype(precision_of(row)); }
 
-std::vector<std::string> words_of(const std::string& list) {
-  std::vector<std::string> words(1);
-  for (const char c : list) {
-    if (c == ',') {
-      words.emplace_back();
-    } else {
-      words.back() += c;
-    }
-  }
-  return words;
-}
-
 // The grid, or the part of it that was asked for. Refusals are mistakes on the command line.
 Result<std::vector<GridCase>> choose_cases(const GridOptions& options) {
   std::vector<GridCase> all;
@@ -49,7 +37,7 @@ Result<std::vector<GridCase>> choose_cases(const GridOptions& options) {
   if (!options.rows.empty()) {
     cases.clear();
     std::set<std::string> wanted;
-    for (const std::string& word : words_of(options.rows)) {
+    for (const std::string& word : split(options.rows, ',')) {
       const auto is_meant = [&](const GridCase& c) { return c.shape == word || c.name() == word; };
       if (std::none_of(all.begin(), all.end(), is_meant)) {
         std::vector<std::string> shapes;

@@ -6,6 +6,7 @@
 #include <chrono>
 
 #include "bench_rows.h"
+#include "transport/forwarded.h"
 
 namespace sluice::cli {
 
@@ -22,32 +23,28 @@ struct Moved {
   int rounds = 0;
 };
 
-class Timed final : public Transport {
+class Timed final : public ForwardedTransport {
  public:
-  explicit Timed(std::shared_ptr<Transport> inner) : inner_(std::move(inner)) {}
-  std::string_view name() const override { return inner_->name(); }
-  std::int64_t num_ranks() const override { return inner_->num_ranks(); }
-  std::int64_t rank() const override { return inner_->rank(); }
+  using ForwardedTransport::ForwardedTransport;
   Status exchange_counts(std::span<const std::int64_t> send, std::span<std::int64_t> received) override {
-    return timed(moved.dispatch, [&] { return inner_->exchange_counts(send, received); });
+    return timed(moved.dispatch, [&] { return inner().exchange_counts(send, received); });
   }
   Result<Ticket> scatter(const RowMove& move) override {
     moved.bytes_there += bytes_of(move);
     ++moved.rounds;
     return begin(
-        moved.dispatch, [&] { return inner_->scatter(move); }, true);
+        moved.dispatch, [&] { return inner().scatter(move); }, true);
   }
   Result<Ticket> gather(const RowMove& move) override {
     moved.bytes_back += bytes_of(move);
     return begin(
-        moved.combine, [&] { return inner_->gather(move); }, false);
+        moved.combine, [&] { return inner().gather(move); }, false);
   }
   Status wait(Ticket ticket) override {
     const bool is_scatter = std::find(scatters_.begin(), scatters_.end(), ticket.value) != scatters_.end();
     if (is_scatter) std::erase(scatters_, ticket.value);
-    return timed(is_scatter ? moved.dispatch : moved.combine, [&] { return inner_->wait(ticket); });
+    return timed(is_scatter ? moved.dispatch : moved.combine, [&] { return inner().wait(ticket); });
   }
-  void abandon(const Status& why) override { inner_->abandon(why); }
 
   Moved moved;
 
@@ -76,7 +73,6 @@ class Timed final : public Transport {
     return rows * move.row_bytes;
   }
 
-  std::shared_ptr<Transport> inner_;
   std::vector<int> scatters_;
 };
 
@@ -108,8 +104,8 @@ struct Row {
 };
 
 double median(std::vector<double> values) {
-  std::nth_element(values.begin(), values.begin() + std::ssize(values) / 2, values.end());
-  return values[values.size() / 2];
+  std::sort(values.begin(), values.end());
+  return quantile(values, 0.5);
 }
 
 Result<Row> measure(const RanksBench& bench, const Ranks& ranks, const MoeConfig& config, const LayerWeights& weights,
@@ -186,7 +182,7 @@ Outcome bench_ranks(const RanksBench& bench, const Ranks& ranks, bool json) {
   MoeConfig config = bench.subject.config;
   const ExpertRange mine = experts_of_rank(config.num_experts, ranks.num_ranks(), ranks.rank());
   config.first_expert = mine.begin;
-  config.num_local = mine.end > mine.begin ? mine.end - mine.begin : kNoExperts;
+  config.num_local = mine.num_local();
   const Result<double> link = link_bandwidth(ranks);
   if (!link) return link.status();
   if (ranks.is_first() && json) {

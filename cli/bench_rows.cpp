@@ -9,16 +9,12 @@
 
 namespace sluice::cli {
 
-namespace {
-
 double quantile(const std::vector<double>& sorted, double q) {
   const double place = q * static_cast<double>(sorted.size() - 1);
   const auto low = static_cast<std::size_t>(place);
   const std::size_t high = std::min(low + 1, sorted.size() - 1);
   return sorted[low] + (place - static_cast<double>(low)) * (sorted[high] - sorted[low]);
 }
-
-}  // namespace
 
 void add_run(BenchRow& row, double seconds, const Cost& cost) {
   const double n = static_cast<double>(row.seconds.size());

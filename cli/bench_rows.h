@@ -31,6 +31,8 @@ struct BenchRow {
   double stream_share = 0, fma_share = 0;
 };
 
+// Of values in ascending order, between neighbours where it falls between them.
+double quantile(const std::vector<double>& sorted, double q);
 void add_run(BenchRow& row, double seconds, const Cost& cost);
 void finish(BenchRow& row, const Ceilings& ceilings);
 Json to_json(const BenchRow& row);

@@ -98,10 +98,7 @@ Json layer_json(const PlannedLayer& layer) {
     hot.push_back({{"expert", expert.expert}, {"tokens", expert.tokens}, {"replicas", expert.replicas}});
   Json ranks = Json::array();
   const Placement& p = layer.placement;
-  for (std::size_t rank = 0; rank + 1 < p.rank_begin.size(); ++rank) {
-    ranks.push_back(std::vector<std::int32_t>(p.slot_expert.begin() + p.rank_begin[rank],
-                                              p.slot_expert.begin() + p.rank_begin[rank + 1]));
-  }
+  for (std::int64_t rank = 0; rank < p.num_ranks(); ++rank) ranks.push_back(p.experts_of(rank));
   return {{"layer", layer.layer},
           {"tokens", sum_of(layer.load)},
           {"mean_rank_tokens", layer.after.mean},

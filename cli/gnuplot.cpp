@@ -1,6 +1,5 @@
 #include "gnuplot.h"
 
-#include <fcntl.h>
 #include <fmt/format.h>
 #include <spawn.h>
 #include <sys/wait.h>
@@ -9,7 +8,11 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
+#include <deque>
 #include <memory>
+#include <span>
+
+#include "io/temporary_file.h"
 
 extern char** environ;  // NOLINT: its name is POSIX's
 
@@ -24,7 +27,7 @@ struct CloseFile {
   void operator()(std::FILE* file) const { std::fclose(file); }
 };
 // Files instead of pipes between the two: neither side can wait for the other.
-using TemporaryFile = std::unique_ptr<std::FILE, CloseFile>;
+using ScratchFile = std::unique_ptr<std::FILE, CloseFile>;
 
 Status failed(std::string_view what, int code) {
   return {StatusCode::kIoError, fmt::format("{}: {}: {}", kProgram, what, std::strerror(code))};
@@ -83,7 +86,7 @@ Status spawn(std::vector<std::string> arguments, std::FILE* input, std::FILE* ou
 }
 
 struct Files {
-  TemporaryFile input{std::tmpfile()}, output{std::tmpfile()}, errors{std::tmpfile()};
+  ScratchFile input{std::tmpfile()}, output{std::tmpfile()}, errors{std::tmpfile()};
   Status opened() const {
     const bool all = input != nullptr && output != nullptr && errors != nullptr;
     return all ? Status::ok() : failed("no temporary file for its script", errno);
@@ -119,65 +122,15 @@ std::string gnuplot_string(std::string_view text) {
   return quoted + "'";
 }
 
-namespace {
-
-// Unlinked unless it got its name.
-class Written {
- public:
-  explicit Written(const std::filesystem::path& target) : target_(target) {
-    constexpr int kMaxTries = 1000;
-    for (int i = 0; i < kMaxTries; ++i) {
-      temporary_ = target.parent_path() / fmt::format(".sluice-{}-{}.tmp", ::getpid(), i);
-      fd_ = ::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0644);
-      if (fd_ >= 0 || errno != EEXIST) break;
-    }
-    is_there_ = fd_ >= 0;
-  }
-  Written(Written&& other) noexcept
-      : target_(std::move(other.target_)),
-        temporary_(std::move(other.temporary_)),
-        fd_(std::exchange(other.fd_, -1)),
-        is_there_(std::exchange(other.is_there_, false)) {}
-  Written& operator=(Written&&) = delete;
-  ~Written() {
-    if (fd_ >= 0) ::close(fd_);
-    if (is_there_) ::unlink(temporary_.c_str());
-  }
-
-  Status write(std::string_view text) {
-    if (fd_ < 0) return failed("cannot create the file");
-    while (!text.empty()) {
-      const ssize_t n = ::write(fd_, text.data(), text.size());
-      if (n < 0 && errno == EINTR) continue;
-      if (n < 0) return failed("write failed");
-      text.remove_prefix(static_cast<std::size_t>(n));
-    }
-    return ::close(std::exchange(fd_, -1)) == 0 ? Status::ok() : failed("close failed");
-  }
-  Status rename() {
-    if (::rename(temporary_.c_str(), target_.c_str()) != 0) return failed("rename failed");
-    is_there_ = false;
-    return {};
-  }
-
- private:
-  Status failed(std::string_view what) const {
-    return {StatusCode::kIoError, fmt::format("{}: {}: {}", target_.string(), what, std::strerror(errno))};
-  }
-  std::filesystem::path target_, temporary_;
-  int fd_ = -1;
-  bool is_there_ = false;
-};
-
-}  // namespace
-
 Status write_files(const std::filesystem::path& folder, const std::vector<std::pair<std::string, std::string>>& files) {
-  std::vector<Written> written;
+  std::deque<io::TemporaryFile> written;  // none of them moves
   for (const auto& [name, content] : files) {
-    written.emplace_back(folder / name);
-    SLUICE_TRY(written.back().write(content));
+    io::TemporaryFile& file = written.emplace_back(folder / name);
+    SLUICE_TRY(file.opened());
+    SLUICE_TRY(file.write(0, std::as_bytes(std::span(content))));
+    SLUICE_TRY(file.flush());
   }
-  for (Written& file : written) SLUICE_TRY(file.rename());
+  for (io::TemporaryFile& file : written) SLUICE_TRY(file.commit());
   return {};
 }
 

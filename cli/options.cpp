@@ -18,6 +18,15 @@ namespace {
 constexpr std::int64_t kMaxTokens = std::int64_t{1} << 24;
 constexpr int kMaxThreads = 4096;
 
+template <class T>
+std::string join_precisions(const T& precisions) {
+  std::vector<std::string_view> names;
+  for (Precision p : precisions) names.push_back(to_string(p));
+  return fmt::format("{}", fmt::join(names, ", "));
+}
+
+}  // namespace
+
 std::vector<std::string> split(const std::string& text, char separator) {
   std::vector<std::string> parts;
   std::size_t begin = 0;
@@ -28,15 +37,6 @@ std::vector<std::string> split(const std::string& text, char separator) {
     begin = end + 1;
   }
 }
-
-template <class T>
-std::string join_precisions(const T& precisions) {
-  std::vector<std::string_view> names;
-  for (Precision p : precisions) names.push_back(to_string(p));
-  return fmt::format("{}", fmt::join(names, ", "));
-}
-
-}  // namespace
 
 CLI::Validator whole_number(std::int64_t low, std::int64_t high) {
   const bool bounded = high != INT64_MAX;

@@ -48,6 +48,8 @@ void add_device(CLI::App& sub, MachineOptions& options);
 Result<std::map<std::string, Selection>> parse_selection(const std::vector<std::string>& impl);
 
 inline constexpr Precision kAllPrecisions[] = {Precision::kW8A8, Precision::kW8A16, Precision::kBF16, Precision::kF32};
+// The parts between separators: one more than there are of these.
+std::vector<std::string> split(const std::string& text, char separator);
 // The value of --precision where one is wanted.
 Result<Precision> parse_one_precision(const std::string& text);
 // "w8a8,f32" or "all" (empty list). Duplicates are dropped.

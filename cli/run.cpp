@@ -190,7 +190,6 @@ Status run_tokens(const Planned& planned, const Ranks& ranks, TokenInput& input,
   const auto chunk = [&](std::int64_t begin, std::int64_t count) -> Status {
     if (ranks.is_first()) progress.update(begin, T);
     SLUICE_TRY(forward_share(planned, ranks, *runner, input, begin, count, rows, mine, totals));
-    if (ranks.is_first()) y.resize(static_cast<std::size_t>(count * H));
     const std::int64_t tokens = ranks.tensor()->rank() == 0 ? std::ssize(mine.topk_idx) / S : 0;
     std::byte* const idx_rows = reinterpret_cast<std::byte*>(topk_idx.data() + (ranks.is_first() ? begin * S : 0));
     std::byte* const weight_rows =
@@ -198,7 +197,12 @@ Status run_tokens(const Planned& planned, const Ranks& ranks, TokenInput& input,
     const auto collect = [&](const void* part, std::int64_t row_bytes, std::byte* whole) {
       return ranks.collect(static_cast<const std::byte*>(part), tokens, row_bytes, whole);
     };
-    SLUICE_TRY(collect(mine.y.data(), H * 4, reinterpret_cast<std::byte*>(y.data())));
+    if (ranks.num_ranks() == 1) {
+      y.swap(mine.y);  // by far the most bytes: not copied where they are all
+    } else {
+      if (ranks.is_first()) y.resize(static_cast<std::size_t>(count * H));
+      SLUICE_TRY(collect(mine.y.data(), H * 4, reinterpret_cast<std::byte*>(y.data())));
+    }
     SLUICE_TRY(collect(mine.topk_idx.data(), S * 4, idx_rows));
     SLUICE_TRY(collect(mine.topk_weight.data(), S * 4, weight_rows));
     for (std::int64_t t = 0; ranks.is_first() && t < count; ++t) {
@@ -344,16 +348,15 @@ Result<Ready> prepare(const RunOptions& options, const std::map<std::string, Sel
 // The slots of `rank`, of the placement or of the balanced split.
 LoadOptions part_of(const Placement& placement, std::int64_t num_experts, std::int64_t num_ranks, std::int64_t rank) {
   LoadOptions part;
-  if (!placement.slot_expert.empty() && placement.num_local(rank) > 0) {
-    const auto slots = placement.slot_expert.begin();
-    part.experts.assign(slots + placement.rank_begin[static_cast<std::size_t>(rank)],
-                        slots + placement.rank_begin[static_cast<std::size_t>(rank) + 1]);
+  if (placement.slot_expert.empty()) {
+    const ExpertRange range = experts_of_rank(num_experts, num_ranks, rank);
+    part.num_local = range.num_local();
+    if (part.num_local != kNoExperts) part.first_expert = range.begin;
     return part;
   }
-  const ExpertRange range = experts_of_rank(num_experts, num_ranks, rank);
-  const bool has_none = range.end == range.begin || !placement.slot_expert.empty();
-  part.first_expert = has_none ? 0 : range.begin;
-  part.num_local = has_none ? kNoExperts : range.end - range.begin;
+  const std::span<const std::int32_t> experts = placement.experts_of(rank);
+  part.experts.assign(experts.begin(), experts.end());
+  if (experts.empty()) part.num_local = kNoExperts;
   return part;
 }
 

@@ -6,32 +6,13 @@
 
 #include <atomic>
 #include <cmath>
-#include <cstdlib>
-#include <new>
 #include <numeric>
 #include <thread>
 
+#include "harness/allocations.h"
 #include "harness/compare.h"
 #include "harness/layer_run.h"
 #include "sluice/stage/pack.h"
-
-// Counts allocations by operator new in this program, for the promise that forward makes none.
-namespace {
-std::atomic<std::int64_t> g_num_allocations{0};
-}
-// Not inlined: the compiler would see free() meet operator new and warn.
-[[gnu::noinline]] void* operator new(std::size_t bytes) {
-  ++g_num_allocations;
-  if (void* p = std::malloc(bytes == 0 ? 1 : bytes)) return p;
-  throw std::bad_alloc();
-}
-[[gnu::noinline]] void* operator new(std::size_t bytes, const std::nothrow_t&) noexcept {
-  ++g_num_allocations;
-  return std::malloc(bytes == 0 ? 1 : bytes);
-}
-[[gnu::noinline]] void operator delete(void* p) noexcept { std::free(p); }
-[[gnu::noinline]] void operator delete(void* p, const std::nothrow_t&) noexcept { std::free(p); }
-[[gnu::noinline]] void operator delete(void* p, std::size_t) noexcept { std::free(p); }
 
 namespace sluice::test {
 namespace {

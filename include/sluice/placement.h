@@ -3,6 +3,7 @@
 // token gets does not depend on the placement, to the bit.
 #pragma once
 
+#include <span>
 #include <vector>
 
 #include "sluice/core.h"
@@ -17,6 +18,11 @@ struct Placement {
   std::int64_t num_ranks() const { return static_cast<std::int64_t>(rank_begin.size()) - 1; }
   std::int64_t num_slots() const { return static_cast<std::int64_t>(slot_expert.size()); }
   std::int64_t num_local(std::int64_t rank) const { return rank_begin[rank + 1] - rank_begin[rank]; }
+  // The experts of a rank's slots.
+  std::span<const std::int32_t> experts_of(std::int64_t rank) const {
+    return std::span(slot_expert)
+        .subspan(static_cast<std::size_t>(rank_begin[rank]), static_cast<std::size_t>(num_local(rank)));
+  }
 };
 
 // One slot an expert, the balanced split of sluice/transport.h: a rank beyond the experts has none.

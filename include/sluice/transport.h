@@ -8,6 +8,7 @@
 // move that did not end must outlive the transport: a late peer may still write there.
 #pragma once
 
+#include "sluice/config.h"
 #include "sluice/plan.h"
 
 namespace sluice {
@@ -16,6 +17,8 @@ namespace sluice {
 struct ExpertRange {
   std::int64_t begin = 0;
   std::int64_t end = 0;
+  // As MoeConfig and LoadOptions take it, where 0 would mean all.
+  std::int64_t num_local() const { return end > begin ? end - begin : kNoExperts; }
 };
 
 // The balanced split: base = E / P, rem = E % P, rank r starts at r*base + min(r, rem). 30 over 8 ranks:

@@ -12,6 +12,7 @@
 #include <nlohmann/json.hpp>
 
 #include "io/hf_config.h"
+#include "io/json_text.h"
 #include "io/npy.h"
 #include "io/temporary_file.h"
 #include "io/text_file.h"
@@ -76,11 +77,8 @@ class Fields {
 
  private:
   Fields(const json& value, std::string where) : value_(&value), where_(std::move(where)) {}
-  // Long enough to be recognised and short enough for a message.
   static std::string shorten(const json& value) {
-    if (value.is_structured()) return value.type_name();
-    std::string text = value.dump(-1, ' ', true, json::error_handler_t::replace);
-    return text.size() > 60 ? text.substr(0, 57) + "..." : text;
+    return value.is_structured() ? std::string(value.type_name()) : io::shorten(value);
   }
   const json* value_;
   std::string where_;
@@ -283,10 +281,7 @@ Status write_placements(const std::filesystem::path& path, const std::vector<Lay
                                 placements.front().layer, first.num_experts, first.num_ranks(), first.num_slots()));
     }
     ordered_json ranks = ordered_json::array();
-    for (std::size_t rank = 0; rank + 1 < placement.rank_begin.size(); ++rank) {
-      ranks.push_back(std::vector<std::int32_t>(placement.slot_expert.begin() + placement.rank_begin[rank],
-                                                placement.slot_expert.begin() + placement.rank_begin[rank + 1]));
-    }
+    for (std::int64_t rank = 0; rank < placement.num_ranks(); ++rank) ranks.push_back(placement.experts_of(rank));
     layers.push_back({{"layer", layer}, {"ranks", std::move(ranks)}});
   }
   return io::write_text(path, root.dump() + "\n");

@@ -6,10 +6,13 @@
 #include <functional>
 #include <set>
 
+#include "io/json_text.h"
+
 namespace sluice::scale {
 
 namespace {
 
+using io::shorten;
 using nlohmann::json;
 
 // One constant: where it lives and what it may be.
@@ -58,11 +61,6 @@ std::vector<Field> fields_of(Hardware& h) {
   rates("fp8", h.fp8);
   rates("bf16", h.bf16);
   return fields;
-}
-
-std::string shorten(const json& value) {
-  std::string text = value.dump(-1, ' ', true, json::error_handler_t::replace);
-  return text.size() > 60 ? text.substr(0, 57) + "..." : text;
 }
 
 Status bad(const std::string& where, std::string_view field, const json& value, std::string_view wanted) {

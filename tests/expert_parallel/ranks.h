@@ -127,6 +127,13 @@ inline void expect_alike(const std::vector<RankResult>& spread, const RandomLaye
   }
 }
 
+// A layer over as many ranks as there are calls, held against one rank.
+inline void expect_bits_of_one_rank(const RandomLayer& whole, const Placement& placement, const LayerOptions& options,
+                                    const std::vector<RankCall>& calls) {
+  const ThreadRanks ranks(std::ssize(calls));
+  expect_alike(forward_spread(ranks, whole, placement, options, calls), whole, options, calls);
+}
+
 inline RankCall call_of(std::int64_t num_tokens, std::uint64_t seed) {
   RankCall call;
   call.num_tokens = num_tokens;

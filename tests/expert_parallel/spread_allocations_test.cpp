@@ -1,28 +1,8 @@
 // A forward over several ranks allocates nothing of its own either: counted by operator new in this program.
 #include <gtest/gtest.h>
 
-#include <atomic>
-#include <cstdlib>
-#include <new>
-
 #include "expert_parallel/ranks.h"
-
-namespace {
-std::atomic<std::int64_t> g_num_allocations{0};
-}
-// Not inlined: the compiler would see free() meet operator new and warn.
-[[gnu::noinline]] void* operator new(std::size_t bytes) {
-  ++g_num_allocations;
-  if (void* p = std::malloc(bytes == 0 ? 1 : bytes)) return p;
-  throw std::bad_alloc();
-}
-[[gnu::noinline]] void* operator new(std::size_t bytes, const std::nothrow_t&) noexcept {
-  ++g_num_allocations;
-  return std::malloc(bytes == 0 ? 1 : bytes);
-}
-[[gnu::noinline]] void operator delete(void* p) noexcept { std::free(p); }
-[[gnu::noinline]] void operator delete(void* p, const std::nothrow_t&) noexcept { std::free(p); }
-[[gnu::noinline]] void operator delete(void* p, std::size_t) noexcept { std::free(p); }
+#include "harness/allocations.h"
 
 namespace sluice::test {
 namespace {
@@ -37,9 +17,8 @@ class SilentPeer final : public Transport {
   Status exchange_counts(std::span<const std::int64_t> send, std::span<std::int64_t> received) override {
     const std::size_t width = send.size() / 2;
     std::copy_n(send.begin(), width, received.begin());
-    // A layer is compared with itself; in a forward the peer has nothing.
-    const bool compares = width != 4 && width != 2;
-    for (std::size_t i = 0; i < width; ++i) received[width + i] = compares || width == 2 ? send[i] : 0;
+    // A layer is compared with itself; in a round, of which four numbers are told, the peer has nothing.
+    for (std::size_t i = 0; i < width; ++i) received[width + i] = width == 4 ? 0 : send[i];
     return Status::ok();
   }
   Result<Ticket> scatter(const RowMove& move) override { return keep(move); }

@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 
 #include "expert_parallel/ranks.h"
+#include "transport/forwarded.h"
 
 namespace sluice::test {
 namespace {
@@ -30,12 +31,11 @@ TEST(SpreadLayer, BitsOfOneRankInEveryPrecision) {
     SCOPED_TRACE(fmt::format("{} {}", to_string(kind.precision), to_string(kind.experts)));
     const RandomLayer whole = layer_of(kind);
     const LayerOptions options = options_for(kind.precision, 24, 1);
-    const ThreadRanks ranks(3);
     std::vector<RankCall> calls;
     for (std::int64_t rank = 0; rank < 3; ++rank) calls.push_back(call_of(5 + 7 * rank, 20 + rank));
     calls[1].x_dtype = DType::kF32;
     calls[2].out_dtype = DType::kBF16;
-    expect_alike(forward_spread(ranks, whole, balanced_placement(16, 3), options, calls), whole, options, calls);
+    expect_bits_of_one_rank(whole, balanced_placement(16, 3), options, calls);
   }
 }
 
@@ -47,12 +47,10 @@ TEST(SpreadLayer, BitsOfOneRankOverAnyNumberOfRanksAndRounds) {
       SCOPED_TRACE(fmt::format("{} ranks, rounds of {}", num_ranks, round));
       LayerOptions options = options_for(kind.precision, 13, 1);
       options.max_round_tokens = round;
-      const ThreadRanks ranks(num_ranks);
       std::vector<RankCall> calls;
       const std::int64_t tokens[] = {10, 3, 0, 4, 13, 1, 8, 5};
       for (std::int64_t rank = 0; rank < num_ranks; ++rank) calls.push_back(call_of(tokens[rank], 50 + rank));
-      expect_alike(forward_spread(ranks, whole, balanced_placement(16, num_ranks), options, calls), whole, options,
-                   calls);
+      expect_bits_of_one_rank(whole, balanced_placement(16, num_ranks), options, calls);
     }
   }
 }
@@ -78,10 +76,9 @@ TEST(SpreadLayer, ReplicasGiveTheBitsOfTheirExpert) {
   // The second has two replicas of one expert on a rank.
   for (const std::vector<std::int32_t>& slots : {std::vector<std::int32_t>{0, 2, 1, 1, 3, 0}, {0, 0, 1, 2, 3, 1}}) {
     const Placement placement{4, slots, {0, 3, 6}};
-    const ThreadRanks ranks(2);
     std::vector<RankCall> calls;
     for (std::int64_t rank = 0; rank < 2; ++rank) calls.push_back(call_of(17 + rank, 70 + rank));
-    expect_alike(forward_spread(ranks, whole, placement, options, calls), whole, options, calls);
+    expect_bits_of_one_rank(whole, placement, options, calls);
   }
 }
 
@@ -93,11 +90,10 @@ TEST(SpreadLayer, Case117_TwoReplicasOnOneRankStillSumToTheRightAnswer) {
   const RandomLayer whole = layer_of(kKinds[0], config);
   const LayerOptions options = options_for(Precision::kF32, 8, 1);
   const Placement placement{4, {0, 0, 1, 2, 3, 1}, {0, 3, 6}};
-  const ThreadRanks ranks(2);
   std::vector<RankCall> calls;
   calls.push_back(routed_call(2, {0, 1, 0, 0, 1, 0, 2, 0}, 5));
   calls.push_back(routed_call(2, {1, 1, 3, 0}, 6));
-  expect_alike(forward_spread(ranks, whole, placement, options, calls), whole, options, calls);
+  expect_bits_of_one_rank(whole, placement, options, calls);
 }
 
 // Llama 4: the weight goes onto the token before it is packed, hence before it travels.
@@ -109,10 +105,9 @@ TEST(SpreadLayer, WeightsOnTheInputTravelWithTheToken) {
   for (const Kind& kind : {kKinds[1], kKinds[2]}) {
     const RandomLayer whole = layer_of(kind, config);
     const LayerOptions options = options_for(kind.precision, 9, 1);
-    const ThreadRanks ranks(2);
     std::vector<RankCall> calls;
     for (std::int64_t rank = 0; rank < 2; ++rank) calls.push_back(call_of(9 - rank, 80 + rank));
-    expect_alike(forward_spread(ranks, whole, balanced_placement(16, 2), options, calls), whole, options, calls);
+    expect_bits_of_one_rank(whole, balanced_placement(16, 2), options, calls);
   }
 }
 
@@ -183,29 +178,18 @@ TEST(SpreadLayer, ATokenCrossesToARankOnce) {
 
 TEST(SpreadLayer, Case108_UnevenTokensGoThroughTheSameRounds) {
   // A transport that counts its calls.
-  class Counting final : public Transport {
+  class Counting final : public ForwardedTransport {
    public:
-    explicit Counting(std::shared_ptr<Transport> inner) : inner_(std::move(inner)) {}
-    std::string_view name() const override { return inner_->name(); }
-    std::int64_t num_ranks() const override { return inner_->num_ranks(); }
-    std::int64_t rank() const override { return inner_->rank(); }
-    Status exchange_counts(std::span<const std::int64_t> send, std::span<std::int64_t> received) override {
-      return inner_->exchange_counts(send, received);
-    }
+    using ForwardedTransport::ForwardedTransport;
     Result<Ticket> scatter(const RowMove& move) override {
       ++num_scatters;
-      return inner_->scatter(move);
+      return ForwardedTransport::scatter(move);
     }
     Result<Ticket> gather(const RowMove& move) override {
       ++num_gathers;
-      return inner_->gather(move);
+      return ForwardedTransport::gather(move);
     }
-    Status wait(Ticket ticket) override { return inner_->wait(ticket); }
-    void abandon(const Status& why) override { inner_->abandon(why); }
     int num_scatters = 0, num_gathers = 0;
-
-   private:
-    std::shared_ptr<Transport> inner_;
   };
   const RandomLayer whole = layer_of(kKinds[1]);
   LayerOptions options = options_for(Precision::kBF16, 10, 1);
@@ -249,7 +233,6 @@ TEST(SpreadLayer, Case112_EveryRowArrivesOnceUnderHeavyImbalance) {
   const RandomLayer whole = random_layer(config, {.expert_dtype = DType::kBF16, .seed = 9, .exact = true});
   LayerOptions options = options_for(Precision::kF32, 2304, 1);
   options.routed_only = true;
-  const ThreadRanks ranks(4);
   std::vector<RankCall> calls;
   for (std::int32_t rank = 0; rank < 4; ++rank) {
     std::vector<std::int32_t> ids;
@@ -258,7 +241,7 @@ TEST(SpreadLayer, Case112_EveryRowArrivesOnceUnderHeavyImbalance) {
     }
     calls.push_back(routed_call(8, ids, 30 + static_cast<std::uint64_t>(rank)));
   }
-  expect_alike(forward_spread(ranks, whole, balanced_placement(32, 4), options, calls), whole, options, calls);
+  expect_bits_of_one_rank(whole, balanced_placement(32, 4), options, calls);
 }
 
 TEST(SpreadLayer, Case113_CountsThatAllDiffer) {
@@ -268,7 +251,6 @@ TEST(SpreadLayer, Case113_CountsThatAllDiffer) {
   config.gate = gate_preset(GateId::kG8);
   const RandomLayer whole = layer_of(kKinds[0], config);
   const LayerOptions options = options_for(Precision::kF32, 64, 1);
-  const ThreadRanks ranks(4);
   std::vector<RankCall> calls;
   for (std::int32_t rank = 0; rank < 4; ++rank) {
     std::vector<std::int32_t> ids;  // 1 to 16 tokens to each (rank, rank), all different
@@ -277,7 +259,7 @@ TEST(SpreadLayer, Case113_CountsThatAllDiffer) {
     }
     calls.push_back(routed_call(1, ids, 40 + static_cast<std::uint64_t>(rank)));
   }
-  expect_alike(forward_spread(ranks, whole, balanced_placement(8, 4), options, calls), whole, options, calls);
+  expect_bits_of_one_rank(whole, balanced_placement(8, 4), options, calls);
 }
 
 TEST(SpreadLayer, Case114_ExpertsThatDoNotDivide) {

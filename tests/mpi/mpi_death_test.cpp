@@ -10,30 +10,22 @@
 
 #include "expert_parallel/ranks.h"
 #include "sluice/mpi.h"
+#include "transport/forwarded.h"
 
 namespace sluice::test {
 namespace {
 
 // Dies when the third round begins, with rows of the first two on their way.
-class Mortal final : public Transport {
+class Mortal final : public ForwardedTransport {
  public:
-  Mortal(std::shared_ptr<Transport> inner, bool is_doomed) : inner_(std::move(inner)), is_doomed_(is_doomed) {}
-  std::string_view name() const override { return inner_->name(); }
-  std::int64_t num_ranks() const override { return inner_->num_ranks(); }
-  std::int64_t rank() const override { return inner_->rank(); }
-  Status exchange_counts(std::span<const std::int64_t> send, std::span<std::int64_t> received) override {
-    return inner_->exchange_counts(send, received);
-  }
+  Mortal(std::shared_ptr<Transport> inner, bool is_doomed)
+      : ForwardedTransport(std::move(inner)), is_doomed_(is_doomed) {}
   Result<Ticket> scatter(const RowMove& move) override {
     if (is_doomed_ && ++num_scatters_ == 3) std::raise(SIGKILL);
-    return inner_->scatter(move);
+    return ForwardedTransport::scatter(move);
   }
-  Result<Ticket> gather(const RowMove& move) override { return inner_->gather(move); }
-  Status wait(Ticket ticket) override { return inner_->wait(ticket); }
-  void abandon(const Status& why) override { inner_->abandon(why); }
 
  private:
-  std::shared_ptr<Transport> inner_;
   bool is_doomed_;
   int num_scatters_ = 0;
 };
