@@ -1,6 +1,6 @@
 // Launches that overlap the start of a kernel with the end of the one before it in the stream (programmatic dependent
-// launch, sm_90). It hides a launch, never an order: such a kernel calls wait_for_previous() before it touches memory,
-// which returns when everything before it in the stream is complete and visible.
+// launch, sm_90). It hides a launch, never an order: such a kernel calls wait_for_previous() before it touches memory that
+// the kernel before it may touch, which returns when everything before it in the stream is complete and visible.
 #pragma once
 
 #include "cuda/launch.h"
@@ -17,6 +17,11 @@ __device__ __forceinline__ void allow_next() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
+}
+// Both, for kernels that have nothing else to do in between.
+__device__ __forceinline__ void follow_previous() {
+  wait_for_previous();
+  allow_next();
 }
 
 // As launch(), overlapping with the previous kernel where the device can.

@@ -126,10 +126,10 @@ __device__ __forceinline__ void tma_load_4d(const CUtensorMap* map, std::uint64_
 }
 
 // A box out of shared memory; parts outside the tensor are not written. Fences as for bulk_store.
-__device__ __forceinline__ void tma_store_3d(const CUtensorMap* map, const void* from, std::int32_t c0, std::int32_t c1,
-                                             std::int32_t c2) {
-  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
-               "r"(shared_address(from)), "r"(c0), "r"(c1), "r"(c2)
+__device__ __forceinline__ void tma_store_4d(const CUtensorMap* map, const void* from, std::int32_t c0, std::int32_t c1,
+                                             std::int32_t c2, std::int32_t c3) {
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
+               "r"(shared_address(from)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
                : "memory");
 }
 
@@ -153,6 +153,11 @@ __device__ __forceinline__ void store_matrices(std::uint32_t row, const std::uin
 __device__ __forceinline__ float load_shared(std::uint32_t address) {
   float v;
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");
+  return v;
+}
+__device__ __forceinline__ float2 load_shared_pair(std::uint32_t address) {
+  float2 v;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
   return v;
 }
 
@@ -198,6 +203,13 @@ __device__ __forceinline__ void registers_shrink() {
 template <int kRegisters>
 __device__ __forceinline__ void registers_grow() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// The value of lane 0. Values from memory are the same in every lane, but only a shuffle tells the compiler: descriptors
+// then stay in uniform registers, where wgmma wants them.
+template <class T>
+__device__ __forceinline__ T uniform(T value) {
+  return __shfl_sync(0xFFFFFFFFu, value, 0);
 }
 
 // Every thread of the cluster that still runs arrives and waits; what each wrote before, to any block's shared memory, is

@@ -59,13 +59,15 @@ Status make_operand_map(std::string_view what, const TensorView& view, std::span
 }
 
 Status make_output_map(std::string_view what, const TensorView& view, std::int64_t part_columns, std::int64_t parts,
-                       int box_columns, int box_rows, CUtensorMap& map) {
-  const cuuint64_t extent[3] = {static_cast<cuuint64_t>(part_columns), static_cast<cuuint64_t>(parts),
-                                static_cast<cuuint64_t>(view.shape[0])};
+                       int box_blocks, int box_rows, CUtensorMap& map) {
+  constexpr std::int64_t kBlockColumns = 64;  // 128 bytes
+  const cuuint64_t extent[4] = {kBlockColumns, static_cast<cuuint64_t>(view.shape[0]),
+                                static_cast<cuuint64_t>(part_columns / kBlockColumns), static_cast<cuuint64_t>(parts)};
   const std::int64_t elem_bytes = size_bytes(view.dtype);
-  const cuuint64_t stride_bytes[2] = {static_cast<cuuint64_t>(part_columns * elem_bytes),
-                                      static_cast<cuuint64_t>(view.stride[0] * elem_bytes)};
-  const cuuint32_t box[3] = {static_cast<cuuint32_t>(box_columns), 1, static_cast<cuuint32_t>(box_rows)};
+  const cuuint64_t stride_bytes[3] = {static_cast<cuuint64_t>(view.stride[0] * elem_bytes),
+                                      static_cast<cuuint64_t>(kBlockColumns * elem_bytes),
+                                      static_cast<cuuint64_t>(part_columns * elem_bytes)};
+  const cuuint32_t box[4] = {kBlockColumns, static_cast<cuuint32_t>(box_rows), static_cast<cuuint32_t>(box_blocks), 1};
   return encode(what, view, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, extent, stride_bytes, box, map);
 }
 

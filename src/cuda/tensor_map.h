@@ -19,9 +19,10 @@ Status make_operand_map(std::string_view what, const TensorView& view, std::span
 // The same of a [rows, columns] view.
 Status make_rows_map(std::string_view what, const TensorView& view, int box_rows, CUtensorMap& map);
 
-// Of a bf16 output [rows, parts * part_columns] that is written tile by tile: [rows, parts, part_columns] with boxes of
-// `box_rows` rows of one part by `box_columns` columns, in the 128-byte swizzle. Columns behind a part's end are not written.
+// Of a bf16 output [rows, parts * part_columns] that is written tile by tile: [parts, part_columns/64, rows, 64], with boxes
+// of `box_rows` rows by `box_blocks` blocks of 64 columns of one part, each block in the 128-byte swizzle. part_columns is a
+// multiple of 64; blocks behind a part's end are not written.
 Status make_output_map(std::string_view what, const TensorView& view, std::int64_t part_columns, std::int64_t parts,
-                       int box_columns, int box_rows, CUtensorMap& map);
+                       int box_blocks, int box_rows, CUtensorMap& map);
 
 }  // namespace sluice::cuda

@@ -20,6 +20,8 @@ std::string GpuTile::to_string() const {
                      tokens, weight_rows, tokens_on_m ? "tokens" : "weights", stages, shared_bytes);
 }
 
+std::int64_t GpuTile::box_tokens() const { return tokens_on_m ? grouped_gemm::tokens_on_m::kRowsEach : tokens; }
+
 GpuTile with_stages(GpuTile tile, const GpuProblem& p) {
   if (tile.tokens_on_m) {
     tile.shared_bytes = tokens_on_m::shared_bytes(p.num_groups);

@@ -28,6 +28,7 @@ struct GpuTile {
   std::int64_t shared_bytes = 0;   // of the block
   bool paired = false;             // the same columns of both stacked matrices, for a fused activation (src/fused)
 
+  std::int64_t box_tokens() const;  // rows of a that one copy brings
   std::string to_string() const;
 };
 

@@ -13,12 +13,7 @@ namespace sm90 = cuda::sm90;
 
 constexpr unsigned kAllLanes = 0xFFFFFFFFu;
 
-// The value of lane 0. Values from memory are the same in every lane, but only a shuffle tells the compiler: descriptors
-// then stay in uniform registers, where wgmma wants them.
-template <class T>
-__device__ __forceinline__ T uniform(T value) {
-  return __shfl_sync(kAllLanes, value, 0);
-}
+using sm90::uniform;
 
 // before[e]: row tiles of the experts before e, [L+1]. The whole block calls.
 __device__ inline void count_row_tiles(const Params& p, std::int32_t* before) {
@@ -46,20 +41,15 @@ __device__ inline void count_row_tiles(const Params& p, std::int32_t* before) {
   __syncthreads();
 }
 
-// Row tiles are walked eight at a time, all columns of those before the next eight: blocks that run side by side share
-// the weights of a column and the rows of a tile in L2. Four to sixteen gave the same times.
-constexpr std::int32_t kRowTilesTogether = 8;
+// The row tiles of an expert are walked together, all columns of those before the next expert: blocks that run side by side
+// share the weights of a column and the rows of a tile in L2. Groups of eight row tiles that cut across experts read most
+// weights twice from memory: 2.28 GB instead of 1.46 for 32 experts x 1021 rows. An expert of more is walked in equal groups.
+constexpr std::int32_t kRowTilesTogether = 12;
 
 // The number-th tile. A whole warp calls.
 __device__ inline bool find_tile(const Params& p, const std::int32_t* before, std::int32_t number, TileInfo& info) {
-  const std::int32_t num_row_tiles = before[p.num_groups];
-  if (number >= num_row_tiles * p.column_tiles) return false;
-  const std::int32_t each = kRowTilesTogether * p.column_tiles;
-  const std::int32_t first_row_tile = number / each * kRowTilesTogether;
-  const std::int32_t together = min(kRowTilesTogether, num_row_tiles - first_row_tile);
-  const std::int32_t inside = number % each;
-  const std::int32_t column_tile = inside / together;
-  const std::int32_t row_tile = first_row_tile + inside - column_tile * together;
+  if (number >= before[p.num_groups] * p.column_tiles) return false;
+  const std::int32_t row_tiles_before = number / p.column_tiles;  // at least those of the experts before
 
   // The expert is the last one whose count of earlier tiles does not exceed the tile: 32 times 32 of them are looked at.
   // An empty expert shares that count with its successor and loses to it.
@@ -68,15 +58,23 @@ __device__ inline bool find_tile(const Params& p, const std::int32_t* before, st
   for (std::int32_t span = 1024; span > 0; span /= 32) {
     for (;;) {
       const std::int32_t e = group + (lane + 1) * span;
-      const bool passed = e < p.num_groups && before[e] <= row_tile;
+      const bool passed = e < p.num_groups && before[e] <= row_tiles_before;
       const int steps = __popc(__ballot_sync(kAllLanes, passed));
       group += steps * span;
       if (steps < 32) break;
     }
   }
   const cuda::DeviceRowRange range = p.groups.range(group, p.num_rows);
+  const std::int32_t row_tiles = before[group + 1] - before[group];
+  const std::int32_t num_walks = (row_tiles + kRowTilesTogether - 1) / kRowTilesTogether;
+  const std::int32_t each = (row_tiles + num_walks - 1) / num_walks;
+  const std::int32_t inside = number - before[group] * p.column_tiles;  // of the expert's tiles
+  const std::int32_t first = inside / (each * p.column_tiles) * each;
+  const std::int32_t together = min(each, row_tiles - first);
+  const std::int32_t column_tile = (inside - first * p.column_tiles) / together;
+  const std::int32_t row_tile = inside - first * p.column_tiles - column_tile * together + first;
   info.group = group;
-  info.row = range.begin + (row_tile - before[group]) * kTokens;
+  info.row = range.begin + row_tile * kTokens;
   info.end = range.end;
   info.part = column_tile / p.column_tiles_per_part;
   info.inside = (column_tile - info.part * p.column_tiles_per_part) * kColumns;

@@ -32,7 +32,7 @@ struct alignas(16) TileInfo {
 struct Memory {
   alignas(1024) std::byte weights[kStages][kColumns * 128];
   std::byte tokens[kStages][kTokens * 128];
-  std::byte staging[kConsumers][kBlocks][kRowsEach * 128];  // bf16, each block in the 128-byte swizzle
+  std::byte staging[kConsumers][4][kBlocks][kSlabRows * 128];  // a warp's rows, bf16, blocks in the 128-byte swizzle
   float a_scale[kStages][kTokens];
   float w_scale[kStages][kPieces];
   TileInfo tile[kTilesAhead];

@@ -23,9 +23,10 @@ Status run_tokens_on_m(const Args& args, const Ctx& ctx, const GpuTile& tile) {
   }
   tokens_on_m::Params p = {};
   SLUICE_TRY(wgmma::make_params(args, tile, p));
-  if (p.wide) {
+  p.slabs = p.wide && p.part_rows % tokens_on_m::kBlockColumns == 0;
+  if (p.slabs) {
     const std::int64_t parts = args.out.shape[1] / p.part_rows;
-    SLUICE_TRY(cuda::make_output_map("grouped_gemm: out", args.out, p.part_rows, parts, tokens_on_m::kBlockColumns,
+    SLUICE_TRY(cuda::make_output_map("grouped_gemm: out", args.out, p.part_rows, parts, tokens_on_m::kBlocks,
                                      tokens_on_m::kSlabRows, p.out_slabs));
   }
   unsigned blocks = 0;

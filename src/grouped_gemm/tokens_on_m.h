@@ -9,7 +9,8 @@ namespace sluice::grouped_gemm {
 namespace tokens_on_m {
 
 struct Params : wgmma::Params {
-  CUtensorMap out_slabs;  // out as [R, parts, part_rows], boxes of kSlabRows rows by kBlockColumns columns; if `wide`
+  CUtensorMap out_slabs;  // out as [parts, part_rows/64, R, 64], a box is a warp's rows of a tile; if `slabs`
+  bool slabs;
 };
 
 using Kernel = void (*)(Params);

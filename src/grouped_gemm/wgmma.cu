@@ -42,7 +42,7 @@ Status make_params(const Args& args, const GpuTile& tile, Params& p) {
                                   static_cast<cuuint64_t>(args.w.stride[0] * bytes)};
   SLUICE_TRY(
       cuda::make_operand_map("grouped_gemm: w", args.w, w_extent, w_stride, static_cast<int>(box_rows), p.weights));
-  SLUICE_TRY(cuda::make_rows_map("grouped_gemm: a", args.a, static_cast<int>(tile.tokens), p.tokens));
+  SLUICE_TRY(cuda::make_rows_map("grouped_gemm: a", args.a, static_cast<int>(tile.box_tokens()), p.tokens));
   p.groups = cuda::DeviceRowGroups::from(args.groups);
   p.num_groups = static_cast<std::int32_t>(problem.num_groups);
   p.num_rows = static_cast<std::int32_t>(problem.num_rows);
@@ -52,6 +52,7 @@ Status make_params(const Args& args, const GpuTile& tile, Params& p) {
   p.column_tiles = static_cast<std::int32_t>(p.column_tiles_per_part * (tile.paired ? 1 : parts));
   p.scale_rows_per_part = static_cast<std::int32_t>(ceil_div(problem.part_rows, kScaleBlock));
   p.num_stages = static_cast<std::uint32_t>(tile.stages);
+  p.groups_settled = args.groups_settled;
   p.set(args);
   if (tile.paired) return Status::ok();  // another output
   p.out = args.out.as<std::uint16_t>();

@@ -32,6 +32,7 @@ struct Params : DeviceScales {
   std::uint16_t* out;  // [R,N] bf16
   std::int64_t out_row;
   bool wide;  // 16-byte stores are legal
+  bool groups_settled;
 };
 
 constexpr int kThreads = 384;  // a producer and two consumer warpgroups

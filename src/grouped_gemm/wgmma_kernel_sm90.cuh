@@ -12,6 +12,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "cuda/columns.cuh"
 #include "cuda/dependent_launch.cuh"
@@ -27,6 +28,7 @@ constexpr int kConsumers = 2;  // warpgroups
 static_assert(kThreads == (1 + kConsumers) * sm90::kWarpgroupThreads);
 constexpr int kScaleWarps = 3;
 constexpr int kConsumerWarps = kConsumers * 4;
+constexpr int kScalesAhead = 6;  // pairs of them a thread has asked for
 
 // The epilogue of the grouped GEMM itself: values rounded to bf16, rows stored (wgmma_sm90.cuh).
 struct StoreRows {
@@ -107,27 +109,49 @@ __device__ __forceinline__ Columns columns_of(const Params& p, std::int32_t colu
 // ---------------------------------------------------------------------------------------------------------
 
 template <class Tiling>
+__device__ __forceinline__ void load_weights(const Params& p, const Shared& s, const Tile& tile, const Columns& columns,
+                                             std::int32_t step, std::uint32_t stage) {
+  std::uint64_t* const full = s.full + stage;
+  sm90::barrier_arrive_expect(full, Tiling::kWeightBytes + Tiling::kTokenBytes);
+  const std::int32_t k = step * Tiling::kStepElems;
+  std::byte* const to = s.weights + stage * Tiling::kWeightBytes;
+  sm90::tma_load_4d(&p.weights, full, to, k, columns.inside, columns.part, tile.group);
+  if constexpr (Tiling::kPaired) {
+    sm90::tma_load_4d(&p.weights, full, to + Tiling::kWeightBytes / 2, k, columns.inside, 1, tile.group);
+  }
+}
+
+template <class Tiling>
 __device__ void produce_tiles(const Params& p, const Shared& s, TileWalk walk) {
   sm90::RingPosition at;
   const bool leader = threadIdx.x == 0;
   Tile tile;
-  while (walk.next(tile)) {
+  bool more = walk.next(tile);
+  // Weights come while the kernel before still makes the tokens.
+  std::int32_t ahead = more && p.groups_settled ? min(static_cast<std::int32_t>(p.num_stages), p.num_k_steps) : 0;
+  if (leader) {
+    for (std::int32_t step = 0; step < ahead; ++step) {
+      const Columns columns = columns_of(p, tile.column_tile, Tiling::kTileColumns);
+      load_weights<Tiling>(p, s, tile, columns, step, static_cast<std::uint32_t>(step));
+    }
+  }
+  __syncwarp();
+  cuda::follow_previous();
+  while (more) {
     const Columns columns = columns_of(p, tile.column_tile, Tiling::kTileColumns);
     for (std::int32_t step = 0; step < p.num_k_steps; ++step, at.advance(p.num_stages)) {
       if (leader) {
-        std::uint64_t* const full = s.full + at.stage;
-        sm90::barrier_wait(s.empty + at.stage, at.parity ^ 1u);
-        sm90::barrier_arrive_expect(full, Tiling::kWeightBytes + Tiling::kTokenBytes);
-        const std::int32_t k = step * Tiling::kStepElems;
-        std::byte* const weights = s.weights + at.stage * Tiling::kWeightBytes;
-        sm90::tma_load_4d(&p.weights, full, weights, k, columns.inside, columns.part, tile.group);
-        if constexpr (Tiling::kPaired) {
-          sm90::tma_load_4d(&p.weights, full, weights + Tiling::kWeightBytes / 2, k, columns.inside, 1, tile.group);
+        if (step >= ahead) {
+          sm90::barrier_wait(s.empty + at.stage, at.parity ^ 1u);
+          load_weights<Tiling>(p, s, tile, columns, step, at.stage);
         }
-        sm90::tma_load_2d(&p.tokens, full, s.tokens + at.stage * Tiling::kTokenBytes, k, tile.row);
+        sm90::tma_load_2d(&p.tokens, s.full + at.stage, s.tokens + at.stage * Tiling::kTokenBytes,
+                          step * Tiling::kStepElems, tile.row);
       }
     }
     __syncwarp();
+    ahead = 0;
+    more = walk.next(tile);
   }
 }
 
@@ -174,8 +198,7 @@ __device__ void produce_scales(const Params& p, const Shared& s, TileWalk walk, 
           if (row < kTokens) to[c * kTokens + row] = __fmul_rn(a[i], w[c]);
         }
       }
-      __syncwarp();
-      if (lane == 0) sm90::barrier_arrive(s.full + at.stage);
+      sm90::barrier_arrive(s.full + at.stage);  // each lane for its own: racecheck knows no other order
     }
   }
 }
@@ -184,17 +207,47 @@ __device__ void produce_scales(const Params& p, const Shared& s, TileWalk walk, 
 // Consumers
 // ---------------------------------------------------------------------------------------------------------
 
+// The scales of a chunk's columns as a thread needs them: two for every eight columns, a few asked for ahead. Loaded where
+// they are used, each cost its latency.
+template <class T>
+class ColumnScales {
+ public:
+  __device__ __forceinline__ explicit ColumnScales(std::uint32_t address) : address_(address) {
+#pragma unroll
+    for (int j = 0; j < kAhead; ++j) scale_[j] = sm90::load_shared_pair(address_ + kStep * j);
+  }
+  // Of columns 8j + 2q and the next; j ascends by one from 0.
+  __device__ __forceinline__ float2 take(int j) {
+    const float2 scale = scale_[j % kAhead];
+    if (j + kAhead < kCount) scale_[j % kAhead] = sm90::load_shared_pair(address_ + kStep * (j + kAhead));
+    return scale;
+  }
+
+ private:
+  static constexpr int kCount = T::kN / 8;
+  static constexpr int kAhead = kCount < kScalesAhead ? kCount : kScalesAhead;
+  static constexpr std::uint32_t kStep = 8 * sizeof(float);
+  std::uint32_t address_;
+  float2 scale_[kAhead];
+};
+template <class T>
+struct NoScales {
+  __device__ __forceinline__ explicit NoScales(std::uint32_t) {}
+};
+template <class T>
+using ScalesOf = std::conditional_t<T::kScaling == Scaling::kBlock, ColumnScales<T>, NoScales<T>>;
+
 // acc = acc + part, or fma(part, scale, acc). Register i of a thread holds row 8*(i/2%2) of its M rows and column
 // 8*(i/4) + 2*(lane%4) + i%2 of N.
 template <class T>
-__device__ __forceinline__ void promote(float (&acc)[T::kRegs], const float (&part)[T::kRegs], const float* scales) {
+__device__ __forceinline__ void promote(float (&acc)[T::kRegs], const float (&part)[T::kRegs], ScalesOf<T>& scales) {
   if constexpr (T::kScaling != Scaling::kBlock) {
 #pragma unroll
     for (int i = 0; i < T::kRegs; ++i) acc[i] = __fadd_rn(acc[i], part[i]);
   } else {
 #pragma unroll
     for (int j = 0; j < T::kN / 8; ++j) {
-      const float2 s = *reinterpret_cast<const float2*>(scales + 8 * j);
+      const float2 s = scales.take(j);
       acc[4 * j] = __fmaf_rn(part[4 * j], s.x, acc[4 * j]);
       acc[4 * j + 1] = __fmaf_rn(part[4 * j + 1], s.y, acc[4 * j + 1]);
       acc[4 * j + 2] = __fmaf_rn(part[4 * j + 2], s.x, acc[4 * j + 2]);
@@ -203,43 +256,170 @@ __device__ __forceinline__ void promote(float (&acc)[T::kRegs], const float (&pa
   }
 }
 
-// Four steps of 32 bytes of K: one block of 128 for eight-bit operands.
+// What a warpgroup knows of shared memory, in addresses that are computed once.
+template <class T>
+struct Addresses {
+  std::uint32_t weights, tokens;  // lower halves of the descriptors of stage 0
+  std::uint32_t scales;           // of stage 0, this lane's first columns
+  std::uint32_t full, empty;
+
+  __device__ __forceinline__ Addresses(const Shared& s, int warpgroup, int lane)
+      : weights(sm90::uniform(
+            sm90::descriptor_low(sm90::shared_address(s.weights + warpgroup * 64 * sm90::kSwizzleBytes)))),
+        tokens(sm90::uniform(sm90::descriptor_low(sm90::shared_address(s.tokens)))),
+        scales(sm90::shared_address(s.scales + lane % 4 * 2)),
+        full(sm90::uniform(sm90::shared_address(s.full))),
+        empty(sm90::uniform(sm90::shared_address(s.empty))) {}
+
+  __device__ __forceinline__ std::uint32_t scales_of(std::uint32_t stage, int chunk) const {
+    return scales + stage * (T::kScaleFloats * 4) + static_cast<std::uint32_t>(chunk) * (T::kTokens * 4);
+  }
+  __device__ __forceinline__ void wait(sm90::RingPosition at) const {
+    sm90::barrier_wait(full + at.stage * 8, at.parity);
+  }
+  __device__ __forceinline__ bool is_full(sm90::RingPosition at) const {
+    return sm90::barrier_test(full + at.stage * 8, at.parity);
+  }
+  // A warp is done with a stage: all of its lanes have read their scales before one says so for them.
+  __device__ __forceinline__ void release(std::uint32_t stage, int lane) const {
+    __syncwarp();
+    if (lane == 0) sm90::barrier_arrive(empty + stage * 8);
+    __syncwarp();
+  }
+};
+
+// Four steps of 32 bytes of K: one block of 128 for eight-bit operands. The lower halves of the descriptors.
 template <class Operand, int kN, class Accumulator>
-__device__ __forceinline__ void multiply(std::uint64_t m_side, std::uint64_t n_side, Accumulator (&d)[kN / 2],
+__device__ __forceinline__ void multiply(std::uint32_t m_side, std::uint32_t n_side, Accumulator (&d)[kN / 2],
                                          bool add) {
 #pragma unroll
   for (int k = 0; k < 4; ++k) {
-    Operand::template multiply<kN>(m_side + k * sm90::kDescriptorStep, n_side + k * sm90::kDescriptorStep, d,
-                                   add || k > 0);
+    Operand::template multiply<kN>(sm90::descriptor(m_side + k * sm90::kDescriptorStep),
+                                   sm90::descriptor(n_side + k * sm90::kDescriptorStep), d, add || k > 0);
   }
 }
 
-// A warp is done with a stage: all of its lanes have read their scales before one says so for them.
-__device__ __forceinline__ void release(const Shared& s, std::uint32_t stage, int lane) {
-  __syncwarp();
-  if (lane == 0) sm90::barrier_arrive(s.empty + stage);
-  __syncwarp();
-}
-
-// What a warpgroup reads of a stage.
-struct StageView {
-  std::uint64_t m_side, n_side;  // operand descriptors
-  const float* scales;
-};
-template <class T>
-__device__ __forceinline__ StageView view(const Shared& s, std::uint32_t stage, int warpgroup, int warp_row, int lane) {
-  constexpr int kHalfBytes = 64 * sm90::kSwizzleBytes;
-  const std::byte* const weights = s.weights + stage * T::kWeightBytes;
-  const std::byte* const tokens = s.tokens + stage * T::kTokenBytes;
-  return {sm90::operand_descriptor(weights + warpgroup * kHalfBytes), sm90::operand_descriptor(tokens),
-          s.scales + stage * T::kScaleFloats + lane % 4 * 2};
-}
-
-// The chunk c of a stage, as one group in flight.
+// The chunk c of a stage, as a part of the group in flight.
 template <class T, class Accumulator>
-__device__ __forceinline__ void start(const StageView& v, int c, Accumulator (&d)[T::kRegs], bool add) {
-  constexpr std::uint64_t kChunkStep = 128 * sm90::kSwizzleBytes >> 4;
-  multiply<typename T::Operand, T::kN>(v.m_side + c * kChunkStep, v.n_side, d, add);
+__device__ __forceinline__ void start(const Addresses<T>& at, std::uint32_t stage, int c, Accumulator (&d)[T::kRegs],
+                                      bool add) {
+  constexpr std::uint32_t kChunkStep = 128 * sm90::kSwizzleBytes >> 4;
+  const std::uint32_t weights =
+      at.weights + stage * (T::kWeightBytes >> 4) + static_cast<std::uint32_t>(c) * kChunkStep;
+  const std::uint32_t tokens = at.tokens + stage * (T::kTokenBytes >> 4);
+  multiply<typename T::Operand, T::kN>(weights, tokens, d, add);
+}
+
+// The tensor cores accumulate in place; the stage before is free once this one's group is alone in flight.
+template <class T, class Accumulator>
+__device__ __forceinline__ void sum_in_place(std::int32_t num_steps, const Addresses<T>& at, sm90::RingPosition& ring,
+                                             std::uint32_t num_stages, int lane,
+                                             Accumulator (&acc)[T::kChunks][T::kRegs]) {
+  std::uint32_t previous = 0;
+  for (std::int32_t step = 0; step < num_steps; ++step, ring.advance(num_stages)) {
+    at.wait(ring);
+    fence();
+#pragma unroll
+    for (int c = 0; c < T::kChunks; ++c) start<T>(at, ring.stage, c, acc[c], true);
+    commit();
+    wait<1>();
+    if (step > 0) at.release(previous, lane);
+    previous = ring.stage;
+  }
+  wait<0>();
+  at.release(previous, lane);
+}
+
+// One chunk of 256 or more products a stage: two blocks of 128 k in flight, the first promoted while the second is summed. A
+// pipeline across turns of the loop would leave no gap, but ptxas gives up on it and serialises everything (C7514).
+template <class T>
+__device__ __forceinline__ void sum_two_steps(std::int32_t num_steps, const Addresses<T>& at, sm90::RingPosition& ring,
+                                              std::uint32_t num_stages, int lane, float (&acc)[T::kRegs]) {
+  float part[2][T::kRegs];
+  for (; num_steps >= 2; num_steps -= 2) {
+    const std::uint32_t first = ring.stage;
+    at.wait(ring);
+    fence();
+    start<T>(at, first, 0, part[0], false);
+    commit();
+    ring.advance(num_stages);
+    at.wait(ring);
+    const std::uint32_t second = ring.stage;
+    fence();
+    start<T>(at, second, 0, part[1], false);
+    commit();
+    ScalesOf<T> scales(at.scales_of(first, 0));
+    wait<1>();
+    hold(part[0]);
+    promote<T>(acc, part[0], scales);
+    at.release(first, lane);
+    ScalesOf<T> more(at.scales_of(second, 0));
+    wait<0>();
+    hold(part[1]);
+    promote<T>(acc, part[1], more);
+    at.release(second, lane);
+    ring.advance(num_stages);
+  }
+  if (num_steps == 1) {
+    at.wait(ring);
+    fence();
+    start<T>(at, ring.stage, 0, part[0], false);
+    commit();
+    ScalesOf<T> scales(at.scales_of(ring.stage, 0));
+    wait<0>();
+    hold(part[0]);
+    promote<T>(acc, part[0], scales);
+    at.release(ring.stage, lane);
+    ring.advance(num_stages);
+  }
+}
+
+// Chunk by chunk, in two sets of partial sums where registers allow it. The next stage is looked at before the last
+// promotion.
+template <class T>
+__device__ __forceinline__ void sum_chunks(std::int32_t num_steps, const Addresses<T>& at, sm90::RingPosition& ring,
+                                           std::uint32_t num_stages, int lane, float (&acc)[T::kChunks][T::kRegs]) {
+  bool ready = false;
+  for (std::int32_t step = 0; step < num_steps; ++step) {
+    if (!ready) at.wait(ring);
+    const std::uint32_t stage = ring.stage;
+    if constexpr (T::kTwoSets) {
+      static_assert(T::kChunks == 2);
+      float part[2][T::kRegs];
+      fence();
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        start<T>(at, stage, c, part[c], false);
+        commit();
+      }
+      ScalesOf<T> scales(at.scales_of(stage, 0));
+      wait<1>();
+      hold(part[0]);
+      promote<T>(acc[0], part[0], scales);
+      ScalesOf<T> more(at.scales_of(stage, 1));
+      ring.advance(num_stages);
+      wait<0>();
+      ready = at.is_full(ring);
+      hold(part[1]);
+      promote<T>(acc[1], part[1], more);
+    } else {
+      float part[T::kRegs];
+#pragma unroll
+      for (int c = 0; c < T::kChunks; ++c) {
+        hold(part);
+        fence();
+        start<T>(at, stage, c, part, false);
+        commit();
+        ScalesOf<T> scales(at.scales_of(stage, c));
+        if (c == T::kChunks - 1) ring.advance(num_stages);
+        wait<0>();
+        if (c == T::kChunks - 1) ready = at.is_full(ring);
+        hold(part);
+        promote<T>(acc[c], part, scales);
+      }
+    }
+    at.release(stage, lane);
+  }
 }
 
 template <class T>
@@ -251,19 +431,16 @@ __device__ void consume(const typename T::Params& p, const Shared& s, TileWalk w
   // Every lane knows the same warpgroup and finds the same end of the walk, but only shuffles tell the compiler, and only a
   // __syncwarp() behind what single lanes do tells it that they are together again. Without them the descriptors live in
   // vector registers, 30 instructions a step more.
-  const int warpgroup = __shfl_sync(0xFFFFFFFFu, thread / sm90::kWarpgroupThreads, 0);
+  const int warpgroup = sm90::uniform(thread / sm90::kWarpgroupThreads);
   const int lane = thread % 32;
-  const int warp_row = warpgroup * 64 + __shfl_sync(0xFFFFFFFFu, thread / 32 % 4, 0) * 16;  // of the M side
-  sm90::RingPosition at;
-  const auto arrived = [&] {
-    sm90::barrier_wait(s.full + at.stage, at.parity);
-    return view<T>(s, at.stage, warpgroup, warp_row, lane);
-  };
+  const int warp_row = warpgroup * 64 + sm90::uniform(thread / 32 % 4) * 16;  // of the M side
+  const Addresses<T> at(s, warpgroup, lane);
+  sm90::RingPosition ring;
   [[maybe_unused]] int turn = 0;
   Tile tile;
   for (;;) {
     const bool more = walk.next(tile);
-    if (__shfl_sync(0xFFFFFFFFu, more ? 1 : 0, 0) == 0) break;
+    if (sm90::uniform(more ? 1 : 0) == 0) break;
     const Columns columns = columns_of(p, tile.column_tile, T::kTileColumns);
     Accumulator acc[kChunks][T::kRegs];
 #pragma unroll
@@ -272,88 +449,11 @@ __device__ void consume(const typename T::Params& p, const Shared& s, TileWalk w
       for (int i = 0; i < T::kRegs; ++i) acc[c][i] = 0;
     }
     if constexpr (!T::kPromote) {
-      // The tensor cores accumulate in place; the stage before is free once this one's group is alone in flight.
-      std::uint32_t previous = 0;
-      for (std::int32_t step = 0; step < p.num_k_steps; ++step, at.advance(p.num_stages)) {
-        const StageView v = arrived();
-        fence();
-#pragma unroll
-        for (int c = 0; c < kChunks; ++c) start<T>(v, c, acc[c], true);
-        commit();
-        wait<1>();
-        if (step > 0) release(s, previous, lane);
-        previous = at.stage;
-      }
-      wait<0>();
-      release(s, previous, lane);
+      sum_in_place<T>(p.num_k_steps, at, ring, p.num_stages, lane, acc);
     } else if constexpr (T::kTwoSets && kChunks == 1) {
-      // Two blocks of 128 k in flight, the first promoted while the second is summed. A pipeline across turns of the loop
-      // would leave no gap, but ptxas gives up on it and serialises everything (C7514).
-      float part[2][T::kRegs];
-      std::int32_t left = p.num_k_steps;
-      for (; left >= 2; left -= 2) {
-        const std::uint32_t first = at.stage;
-        const StageView v = arrived();
-        fence();
-        start<T>(v, 0, part[0], false);
-        commit();
-        at.advance(p.num_stages);
-        const StageView w = arrived();
-        fence();
-        start<T>(w, 0, part[1], false);
-        commit();
-        wait<1>();
-        hold(part[0]);
-        promote<T>(acc[0], part[0], v.scales);
-        release(s, first, lane);
-        wait<0>();
-        hold(part[1]);
-        promote<T>(acc[0], part[1], w.scales);
-        release(s, at.stage, lane);
-        at.advance(p.num_stages);
-      }
-      if (left == 1) {
-        const StageView v = arrived();
-        fence();
-        start<T>(v, 0, part[0], false);
-        commit();
-        wait<0>();
-        hold(part[0]);
-        promote<T>(acc[0], part[0], v.scales);
-        release(s, at.stage, lane);
-        at.advance(p.num_stages);
-      }
+      sum_two_steps<T>(p.num_k_steps, at, ring, p.num_stages, lane, acc[0]);
     } else {
-      for (std::int32_t step = 0; step < p.num_k_steps; ++step, at.advance(p.num_stages)) {
-        const StageView v = arrived();
-        if constexpr (T::kTwoSets) {
-          float part[2][T::kRegs];
-          fence();
-          start<T>(v, 0, part[0], false);
-          commit();
-          start<T>(v, 1, part[1], false);
-          commit();
-          wait<1>();
-          hold(part[0]);
-          promote<T>(acc[0], part[0], v.scales);
-          wait<0>();
-          hold(part[1]);
-          promote<T>(acc[1], part[1], v.scales + T::kTokens);
-        } else {
-          float part[T::kRegs];
-#pragma unroll
-          for (int c = 0; c < kChunks; ++c) {
-            hold(part);
-            fence();
-            start<T>(v, c, part, false);
-            commit();
-            wait<0>();
-            hold(part);
-            promote<T>(acc[c], part, v.scales + c * T::kTokens);
-          }
-        }
-        release(s, at.stage, lane);
-      }
+      sum_chunks<T>(p.num_k_steps, at, ring, p.num_stages, lane, acc);
     }
     if constexpr (T::kPaired) {
       T::Epilogue::template finish<T>(p, acc[0], acc[1], s.epilogue, tile, columns.inside, warp_row, lane, turn);
@@ -376,24 +476,25 @@ __global__ void __launch_bounds__(kThreads, 1) grouped_gemm_wgmma(const __grid_c
     sm90::prefetch_map(&p.weights);
     sm90::prefetch_map(&p.tokens);
     for (std::uint32_t i = 0; i < p.num_stages; ++i) {
-      sm90::barrier_init(s.full + i, kScaled ? 2 : 1);
+      sm90::barrier_init(s.full + i, kScaled ? 1 + 32 : 1);
       sm90::barrier_init(s.empty + i, kConsumerWarps);
     }
     sm90::barrier_init_fence();
   }
   if constexpr (T::kPaired) T::Epilogue::template prepare<T>(s.epilogue);
-  cuda::wait_for_previous();
-  cuda::allow_next();
+  if (!p.groups_settled) cuda::wait_for_previous();
   s.table.fill(p.groups, p.num_rows, T::kTokens, p.column_tiles);
   const TileWalk walk{s.table, T::kTokens, static_cast<std::int32_t>(blockIdx.x), static_cast<std::int32_t>(gridDim.x)};
   if (warp < 4) {
     sm90::registers_shrink<56>();
     if (warp == 0) {
       produce_tiles<T>(p, s, walk);
-    } else if constexpr (kScaled) {
-      produce_scales<T>(p, s, walk, warp - 1);
+    } else {
+      cuda::follow_previous();
+      if constexpr (kScaled) produce_scales<T>(p, s, walk, warp - 1);
     }
   } else {
+    cuda::follow_previous();
     sm90::registers_grow<224>();
     consume<T>(p, s, walk);
   }

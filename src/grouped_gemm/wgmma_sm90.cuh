@@ -62,19 +62,21 @@ __device__ __forceinline__ float as_f32(float v) { return v; }
 __device__ __forceinline__ float as_f32(std::uint32_t v) { return __int2float_rn(static_cast<int>(v)); }
 
 // Two values to bf16, nearest even. Any NaN becomes 0x7FFF.
-__device__ __forceinline__ std::uint32_t pack_bf16_fast(float low, float high) {
+__device__ __forceinline__ std::uint32_t pack_bf16(float low, float high) {
   std::uint32_t packed;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
   return packed;
 }
-// The same, with 0x7FC0 for a NaN as specified.
-__device__ __forceinline__ std::uint32_t pack_bf16(float low, float high) {
-  std::uint32_t packed = pack_bf16_fast(low, high);
-  if (low != low) packed = (packed & 0xFFFF0000u) | 0x7FC0u;
-  if (high != high) packed = (packed & 0x0000FFFFu) | 0x7FC00000u;
-  return packed;
+// Of two packed pairs, by halves: the larger, or 0x7FFF where one is NaN.
+__device__ __forceinline__ std::uint32_t max_or_nan(std::uint32_t x, std::uint32_t y) {
+  std::uint32_t larger;
+  asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(x), "r"(y));
+  return larger;
 }
-
+// 0x7FC0 for a NaN as specified, in what the two functions above give.
+__device__ __forceinline__ std::uint32_t with_specified_nan(std::uint32_t packed) {
+  return packed ^ (__vcmpeq2(packed, 0x7FFF7FFFu) & 0x003F003Fu);
+}
 // Lane q of four holds words w[0..3]; afterwards it holds word q of all four lanes.
 __device__ __forceinline__ void transpose_quad(std::uint32_t (&w)[4]) {
   const bool odd = threadIdx.x & 1;
@@ -133,33 +135,44 @@ __device__ __forceinline__ void store(const Params& p, const Accumulator (&acc)[
     if constexpr (kScaling == Scaling::kRow) m_scale[i] = channel_scale(at);
     m_bias[i] = channel_bias(at);
   }
-  // Values (8j + 2q, 8j + 2q + 1) of N in row 8*half of M, finished and packed.
-  const auto packed = [&](int j, int half) {
-    float v[2];
+  // word[2j + half]: values 8j + 2q and the next of N in row 8*half of M, finished and rounded.
+  std::uint32_t word[kN / 4];
+  std::uint32_t largest = 0;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      v[i] = as_f32(acc[4 * j + 2 * half + i]);
-      if constexpr (kScaling == Scaling::kRow) {
-        const float n_scale = token_scale(8 * j + 2 * q + i);
-        v[i] = __fmul_rn(v[i], __fmul_rn(m_scale[half], n_scale));
-      }
-      if (bias != nullptr) v[i] = __fadd_rn(v[i], m_bias[half]);
+  for (int j = 0; j < kN / 8; ++j) {
+    float n_scale[2] = {1.0f, 1.0f};
+    if constexpr (kScaling == Scaling::kRow) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) n_scale[i] = token_scale(8 * j + 2 * q + i);
     }
-    return pack_bf16(v[0], v[1]);
-  };
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float v[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        v[i] = as_f32(acc[4 * j + 2 * half + i]);
+        if constexpr (kScaling == Scaling::kRow) v[i] = __fmul_rn(v[i], __fmul_rn(m_scale[half], n_scale[i]));
+        if (bias != nullptr) v[i] = __fadd_rn(v[i], m_bias[half]);
+      }
+      word[2 * j + half] = pack_bf16(v[0], v[1]);
+      largest = max_or_nan(largest, word[2 * j + half]);
+    }
+  }
+  if (__any_sync(0xFFFFFFFFu, with_specified_nan(largest) != largest)) {
+#pragma unroll
+    for (std::uint32_t& w : word) w = with_specified_nan(w);
+  }
 
   // Token-major after the transposition: two blocks of eight weight rows for each of two blocks of eight tokens.
 #pragma unroll
   for (int j = 0; j < kN / 8; j += 2) {
-    constexpr bool kSingle = kN == 8;
-    std::uint32_t w[4];
-    w[0] = sm90::transpose_8x8(packed(j, 0));
-    w[1] = sm90::transpose_8x8(packed(j, 1));
-    w[2] = kSingle ? 0u : sm90::transpose_8x8(packed(kSingle ? j : j + 1, 0));
-    w[3] = kSingle ? 0u : sm90::transpose_8x8(packed(kSingle ? j : j + 1, 1));
+    const bool pair = j + 1 < kN / 8;  // else the last block is alone
+    std::uint32_t w[4] = {};
+#pragma unroll
+    for (int i = 0; i < (pair ? 4 : 2); ++i) w[i] = sm90::transpose_8x8(word[2 * j + i]);
     transpose_quad(w);
     const int token = 8 * (j + q / 2) + g;
-    if (!kSingle || q < 2) store_eight(p, tile, token, columns.first, m + 8 * (q % 2), limit, w);
+    if (pair || q < 2) store_eight(p, tile, token, columns.first, m + 8 * (q % 2), limit, w);
   }
 }
 

@@ -150,13 +150,15 @@ Status in_order(const First& first, const Rest&... rest) {
 Status run_routed(const Layer::State& s, Call& call, const CallTensors& t) {
   const auto& [x, x_scale, counters, out] = t;
   const Buffers& b = call.b;
-  if (takes_route_pack(s, b, x)) {
+  FfnBuffers routed = b.routed;
+  routed.groups_settled = !takes_route_pack(s, b, x);
+  if (!routed.groups_settled) {
     SLUICE_TRY(s.route_pack({route_args(s, b, counters), pack_args(s, b, x, x_scale)}, call.ctx));  // both of these
   } else {
     SLUICE_TRY(s.route(route_args(s, b, counters), call.ctx));                  // topk_idx -> plan
     SLUICE_TRY(s.routed.pack(x.dtype, pack_args(s, b, x, x_scale), call.ctx));  // x [T,H] -> rows [R,H]
   }
-  SLUICE_TRY(experts(s, s.routed, s.weights.experts, b.routed, RowGroups::contiguous(b.plan.expert_offset), call.ctx));
+  SLUICE_TRY(experts(s, s.routed, s.weights.experts, routed, RowGroups::contiguous(b.plan.expert_offset), call.ctx));
   if (s.has_shared()) SLUICE_TRY(shared_expert(s, call, x));                   // x [T,H] -> shared.y [T,H]
   return s.combine(out.dtype, combine_args(s, b, b.routed.y, out), call.ctx);  // y [R,H] -> out [T,H]
 }

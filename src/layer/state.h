@@ -48,10 +48,11 @@ class Arena {
 
 // One FFN's tensors, in data-flow order.
 struct FfnBuffers {
-  Rows rows;     // [R,H] (+ [Hb,R])
-  TensorView h;  // [R,2I]; without memory where one kernel makes a of rows
-  Rows a;        // [R,I] (+ [Ib,R])
-  TensorView y;  // [R,H]
+  Rows rows;                    // [R,H] (+ [Hb,R])
+  TensorView h;                 // [R,2I]; without memory where one kernel makes a of rows
+  Rows a;                       // [R,I] (+ [Ib,R])
+  TensorView y;                 // [R,H]
+  bool groups_settled = false;  // a kernel of its own made `rows`, after the one that made their groups
 };
 
 struct Buffers {

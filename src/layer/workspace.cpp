@@ -162,7 +162,8 @@ grouped_gemm::Args up_args(const FfnWeights& weights, const FfnBuffers& b, const
           .w_scale = weights.w13_scale,
           .bias = weights.w13_bias,
           .part_rows = weights.w13.shape[1] / 2,
-          .out = b.h};
+          .out = b.h,
+          .groups_settled = b.groups_settled};
 }
 
 pack::Args whole_pack_args(const Layer::State& state, const Rows& rows, const TensorView& x, const RowGroups& groups) {
@@ -195,7 +196,8 @@ grouped_gemm::Args down_args(const FfnWeights& weights, const FfnBuffers& b, con
           .w_scale = weights.w2_scale,
           .bias = weights.w2_bias,
           .part_rows = 0,
-          .out = b.y};
+          .out = b.y,
+          .groups_settled = true};  // the up GEMM read them too
 }
 
 gate::LogitsArgs shared_logits_args(const Layer::State& state, const Buffers& b, const TensorView& x) {

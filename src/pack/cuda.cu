@@ -92,19 +92,33 @@ __global__ void __launch_bounds__(1024) pack_with_row_scale(const __grid_constan
   }
 }
 
-// rows_scale[b,r] = token_scale[row_token[r],b]: a lane a row, a warp sixteen blocks.
+// rows_scale[b,r] = token_scale[row_token[r],b]: a lane a row, a warp sixteen blocks. What was there before pack began is
+// read before pack is waited for.
 __global__ void __launch_bounds__(kThreads) spread_scales(const __grid_constant__ Params p) {
+  constexpr int kBlocks = 16;
+  const std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  const bool filled = row < p.capacity && (p.num_rows == nullptr || row < *p.num_rows);
+  const std::int64_t token = filled ? p.row_token[row] : -1;
   wait_for_previous();
   allow_next();
-  const std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  if (row >= p.capacity || (p.num_rows != nullptr && row >= *p.num_rows)) return;
-  const std::int64_t token = p.row_token[row];
   if (token < 0 || token >= p.num_tokens) return;
-  const std::int64_t begin = static_cast<std::int64_t>(blockIdx.y) * 16;
-  const std::int64_t end = min(begin + 16, p.num_scales);
-#pragma unroll 16
-  for (std::int64_t b = begin; b < end; ++b) {
-    p.rows_scale[b * p.rows_scale_block + row * p.rows_scale_row] = __ldg(p.token_scale + token * p.num_scales + b);
+  const std::int64_t begin = static_cast<std::int64_t>(blockIdx.y) * kBlocks;
+  const float* const from = p.token_scale + token * p.num_scales + begin;
+  float* const to = p.rows_scale + begin * p.rows_scale_block + row * p.rows_scale_row;
+  const auto left = static_cast<int>(min(p.num_scales - begin, std::int64_t{kBlocks}));
+  if (left == kBlocks && reinterpret_cast<std::uintptr_t>(from) % sizeof(float4) == 0) {
+    float4 scale[kBlocks / 4];
+#pragma unroll
+    for (int i = 0; i < kBlocks / 4; ++i) scale[i] = __ldg(reinterpret_cast<const float4*>(from) + i);
+#pragma unroll
+    for (int i = 0; i < kBlocks / 4; ++i) {
+      to[(4 * i) * p.rows_scale_block] = scale[i].x;
+      to[(4 * i + 1) * p.rows_scale_block] = scale[i].y;
+      to[(4 * i + 2) * p.rows_scale_block] = scale[i].z;
+      to[(4 * i + 3) * p.rows_scale_block] = scale[i].w;
+    }
+  } else {
+    for (int i = 0; i < left; ++i) to[i * p.rows_scale_block] = __ldg(from + i);
   }
 }
 

@@ -41,6 +41,9 @@ struct Args {
   TensorView bias;             // [L,N] f32, optional
   std::int64_t part_rows = 0;  // rows of one of the stacked matrices; 0: N
   TensorView out;              // [R,N]
+  // The row groups were complete before what runs before this call in the stream began: a GPU kernel may read them, and ask
+  // for weights, while that still runs.
+  bool groups_settled = false;
 };
 Status check(const Args& args, Phase phase = Phase::kRun);
 // Whether scales are one a row of a and of w; of legal args. Shapes that can be read either way (a K of at most 128 and

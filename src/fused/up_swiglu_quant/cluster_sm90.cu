@@ -155,12 +155,12 @@ __global__ void __launch_bounds__(kClusterThreads, 1) up_swiglu_quant_cluster(co
     const auto start = [&](int j) {
       sm90::barrier_wait(s.full + at.stage, at.parity);
       stage[j] = at.stage;
-      const std::uint64_t n_side = sm90::operand_descriptor(s.tokens + at.stage * kTokenBytes);
-      const std::byte* const weights = s.weights + at.stage * L::kWeightBytes;
+      const std::uint32_t n_side = sm90::descriptor_low(sm90::shared_address(s.tokens + at.stage * kTokenBytes));
+      const std::uint32_t weights = sm90::shared_address(s.weights + at.stage * L::kWeightBytes);
       wgmma::fence();
 #pragma unroll
       for (int c = 0; c < L::kChunks; ++c) {
-        wgmma::multiply<wgmma::E4m3, kTokens>(sm90::operand_descriptor(weights + c * L::kPartBytes), n_side, part[j][c],
+        wgmma::multiply<wgmma::E4m3, kTokens>(sm90::descriptor_low(weights + c * L::kPartBytes), n_side, part[j][c],
                                               false);
       }
       wgmma::commit();
