@@ -29,9 +29,10 @@ def grid():
     return rows
 
 
-def expert_offsets(row, variant):
-    counts = [0] * row.local
+def drawn_experts(row, variant):
+    """The experts of each token, [T][S], in the order they are drawn."""
     state = 1234 + variant
+    tokens = []
     for _ in range(row.tokens):
         chosen = []
         while len(chosen) < row.top_k:
@@ -39,9 +40,16 @@ def expert_offsets(row, variant):
             z = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & MASK
             z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
             e = ((z ^ (z >> 31)) >> 33) % row.experts
-            if e in chosen:
-                continue
-            chosen.append(e)
+            if e not in chosen:
+                chosen.append(e)
+        tokens.append(chosen)
+    return tokens
+
+
+def expert_offsets(row, variant):
+    counts = [0] * row.local
+    for chosen in drawn_experts(row, variant):
+        for e in chosen:
             if e < row.local:
                 counts[e] += 1
     offsets = [0]

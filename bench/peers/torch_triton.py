@@ -175,12 +175,6 @@ def main():
     begin = time.monotonic()
     print(json.dumps({"bench": "routes", "impl": "torch", "digest": routes.route_digest(),
                       "version": f"torch {torch.__version__}, triton {triton.__version__}"}), flush=True)
-    for name in ("flashinfer", "sgl_kernel"):
-        try:
-            __import__(name)
-            print(json.dumps({"bench": "peer", "impl": name, "error": "installed, no adapter"}), flush=True)
-        except ImportError:
-            print(json.dumps({"bench": "peer", "impl": name, "error": "not installed"}), flush=True)
     for row in routes.grid():
         if options.shape not in row.shape:
             continue

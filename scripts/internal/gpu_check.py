@@ -288,6 +288,7 @@ def peer_programs(build, wanted_python):
     programs = [[path.name, path] for path in sorted((build / "bench").glob("peer_*")) if path.is_file() and os.access(path, os.X_OK)]
     if python := python_with_torch(wanted_python):
         programs.append(["torch_triton", python, "-B", ROOT / "bench" / "peers" / "torch_triton.py", "--seconds", "120"])
+        programs.append(["installed", python, "-B", ROOT / "bench" / "peers" / "installed.py", "--seconds", "60"])
     else:
         say(f"{wanted_python or 'no python3'} {'does not import' if wanted_python else 'with'} torch and triton: those peers are left out")
     return programs

@@ -22,6 +22,12 @@ std::string GpuTile::to_string() const {
 
 std::int64_t GpuTile::box_tokens() const { return tokens_on_m ? grouped_gemm::tokens_on_m::kRowsEach : tokens; }
 
+unsigned GpuTile::threads() const {
+  const int consumers = tokens_on_m ? grouped_gemm::tokens_on_m::kConsumers
+                                    : consumers_of(static_cast<int>(tokens), static_cast<int>(weight_rows), paired);
+  return static_cast<unsigned>(128 * (1 + consumers));
+}
+
 GpuTile with_stages(GpuTile tile, const GpuProblem& p) {
   if (tile.tokens_on_m) {
     tile.shared_bytes = tokens_on_m::shared_bytes(p.num_groups);
@@ -51,10 +57,14 @@ GpuTile choose_tile(const GpuProblem& p) {
     tile.weight_rows = 256;
     return with_stages(tile, p);
   }
-  tile.tokens = mean > 48 ? 96 : mean > 20 ? 64 : mean > 6 ? 32 : 16;
-  // Two chunks keep the tensor cores busier, but halve the number of tiles: not where they would leave SMs idle.
+  tile.tokens = mean > 48 ? 96 : mean > 20 ? 64 : mean > 6 ? 32 : mean > 2 ? 16 : 8;
+  // 256 rows keep the tensor cores busier, but halve the number of tiles: not where they would leave SMs idle. With few rows
+  // an expert the down GEMM runs faster in 128 (DeepSeek-V3 T = 32: 547 us instead of 558), and where its K is short from 32
+  // tokens on (T = 512, I = 256: 129 instead of 134), the other way round below (T = 8: 32.7 instead of 30.8).
   const std::int64_t wide_tiles = groups * (p.n / p.part_rows) * ceil_div(p.part_rows, 2 * kScaleBlock);
-  tile.weight_rows = 10 * wide_tiles >= 9 * p.num_sms ? 256 : 128;
+  const bool is_down = p.n == p.part_rows;
+  const bool prefers_128 = is_down && tile.tokens <= 32 && short_k == (tile.tokens == 32);
+  tile.weight_rows = 10 * wide_tiles >= 9 * p.num_sms && !prefers_128 ? 256 : 128;
   return with_stages(tile, p);
 }
 

@@ -29,6 +29,7 @@ struct GpuTile {
   bool paired = false;             // the same columns of both stacked matrices, for a fused activation (src/fused)
 
   std::int64_t box_tokens() const;  // rows of a that one copy brings
+  unsigned threads() const;         // of a block
   std::string to_string() const;
 };
 

@@ -11,6 +11,12 @@ namespace sluice::grouped_gemm {
 // TileTable of `num_groups` experts.
 constexpr std::int64_t tile_table_bytes(std::int64_t num_groups) { return 4 * (3 * num_groups + 1); }
 
+// Consumer warpgroups of a tile of the weights-on-M kernel. `paired`: a fused activation (src/fused) wants both values of a
+// column in one thread, and so two shares of the tile's rows in one warpgroup.
+constexpr int consumers_of(int tokens, int weight_rows, bool paired) {
+  return !paired && weight_rows == 256 && tokens <= 64 ? 4 : 2;
+}
+
 struct TileMemory {
   // Of each stage of the ring: 128 bytes of K of both operands, the scales of 128 of K, and two barriers.
   int weight_bytes = 0;

@@ -91,7 +91,8 @@ struct TileWalk {
     t.group = group;
     t.end = table.end[group];
     const std::int32_t row_tiles = (t.end - begin + tile_rows - 1) / tile_rows;
-    t.column_tile = inside / row_tiles;
+    t.column_tile =
+        row_tiles == 1 ? inside : inside / row_tiles;  // a division costs a short tile as much as a step of K
     t.row = begin + (inside - t.column_tile * row_tiles) * tile_rows;
     tile += stride;
     return true;

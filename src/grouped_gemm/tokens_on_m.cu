@@ -31,7 +31,7 @@ Status run_tokens_on_m(const Args& args, const Ctx& ctx, const GpuTile& tile) {
   }
   unsigned blocks = 0;
   SLUICE_TRY(wgmma::num_blocks(args, tile, p, blocks));
-  return cuda::launch_after("grouped_gemm_tokens_on_m", kernel_for(args), blocks, wgmma::kThreads,
+  return cuda::launch_after("grouped_gemm_tokens_on_m", kernel_for(args), blocks, tile.threads(),
                             static_cast<std::size_t>(tile.shared_bytes), cuda::stream_of(ctx), p);
 }
 

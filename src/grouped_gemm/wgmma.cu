@@ -87,7 +87,7 @@ Status run_wgmma_tile(const Args& args, const Ctx& ctx, const GpuTile& tile) {
   if (kernel == nullptr) return {StatusCode::kInternal, "grouped_gemm: no kernel was compiled for " + tile.to_string()};
   unsigned blocks = 0;
   SLUICE_TRY(wgmma::num_blocks(args, tile, p, blocks));
-  return cuda::launch_after("grouped_gemm_wgmma", kernel, blocks, wgmma::kThreads,
+  return cuda::launch_after("grouped_gemm_wgmma", kernel, blocks, tile.threads(),
                             static_cast<std::size_t>(tile.shared_bytes), cuda::stream_of(ctx), p);
 }
 

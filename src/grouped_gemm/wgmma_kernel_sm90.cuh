@@ -2,7 +2,7 @@
 //
 //   warpgroup 0      warp 0 lets TMA fill a ring of stages with 128 bytes of K of both operands; with block scales, warps
 //                    1 to 3 put a_scale * w_scale of every row beside them, so that consumers multiply once
-//   warpgroups 1, 2  64 rows of the wgmma M side each; partial sums of 128 k are promoted into fp32 accumulators
+//   the others       64 rows of the wgmma M side each; partial sums of 128 k are promoted into fp32 accumulators
 //
 // The weights are the M side and the tokens the N side, 8 to 96 of them, so that a few rows an expert fill no empty tile; for
 // many rows an expert there is tokens_on_m_sm90.cuh. Rows that belong to the next expert are computed and never stored.
@@ -24,10 +24,7 @@
 
 namespace sluice::grouped_gemm::wgmma {
 
-constexpr int kConsumers = 2;  // warpgroups
-static_assert(kThreads == (1 + kConsumers) * sm90::kWarpgroupThreads);
 constexpr int kScaleWarps = 3;
-constexpr int kConsumerWarps = kConsumers * 4;
 constexpr int kScalesAhead = 6;  // pairs of them a thread has asked for
 
 // The epilogue of the grouped GEMM itself: values rounded to bf16, rows stored (wgmma_sm90.cuh).
@@ -49,13 +46,23 @@ struct Tiling {
   static constexpr int kWeightRows = kWeightRows_;
   static constexpr bool kPromote = Operand::kPromotes;
 
-  // A chunk is what one instruction covers of a warpgroup's half of the tile. The wider it is, the less shared memory is
-  // read a product; sums that are promoted need a second set of registers and stay at 192 columns.
-  static constexpr int kChunks = kWeightRows / 128;
+  // Consumer warpgroups. With few tokens a tile is a chain of latencies and registers are few: four are faster than two.
+  static constexpr int kConsumers = consumers_of(kTokens, kWeightRows, kPaired);
+  static constexpr int kConsumerWarps = 4 * kConsumers;
+  static constexpr int kThreads = (1 + kConsumers) * sm90::kWarpgroupThreads;
+  static constexpr int kProducerRegisters = 56;
+  static constexpr int kConsumerRegisters = kConsumers == 2 ? 224 : 104;
+  // What the compiler gives each thread of the launch, and so what the warpgroups have to share: more would wait for ever.
+  static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
+  static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= (1 + kConsumers) * kLaunchRegisters);
+
+  // A chunk is what one instruction covers of a warpgroup's share of the tile.
+  static constexpr int kChunkRows = 64 * kConsumers;
+  static constexpr int kChunks = kWeightRows / kChunkRows;
   static constexpr int kN = kTokens;    // wgmma N
   static constexpr int kRegs = kN / 2;  // accumulators a thread and chunk
-  // Two sets of partial sums, one being promoted while the other is summed, where 232 registers allow it.
-  static constexpr bool kTwoSets = kPromote && (kChunks == 1 ? kN <= 128 : kN <= 64);
+  // Two sets of partial sums, one being promoted while the other is summed, where registers allow it.
+  static constexpr bool kTwoSets = kPromote && kN <= (kConsumers == 4 ? 32 : kChunks == 1 ? 128 : 64);
 
   static constexpr TileMemory kMemory = TileMemory::of(kTokens, kWeightRows, kScaling == Scaling::kBlock, kPaired);
   static constexpr int kPieceRows = kMemory.piece_rows;
@@ -99,7 +106,8 @@ struct Columns {
   std::int32_t part, inside, first;  // matrix, first row inside it, first output column
 };
 __device__ __forceinline__ Columns columns_of(const Params& p, std::int32_t column_tile, int weight_rows) {
-  const std::int32_t part = column_tile / p.column_tiles_per_part;
+  // A division costs a short tile as much as a step of K.
+  const std::int32_t part = column_tile < p.column_tiles_per_part ? 0 : column_tile / p.column_tiles_per_part;
   const std::int32_t inside = (column_tile - part * p.column_tiles_per_part) * weight_rows;
   return {part, inside, part * p.part_rows + inside};
 }
@@ -267,7 +275,7 @@ struct Addresses {
       : weights(sm90::uniform(
             sm90::descriptor_low(sm90::shared_address(s.weights + warpgroup * 64 * sm90::kSwizzleBytes)))),
         tokens(sm90::uniform(sm90::descriptor_low(sm90::shared_address(s.tokens)))),
-        scales(sm90::shared_address(s.scales + lane % 4 * 2)),
+        scales(sm90::shared_address(s.scales + warpgroup * 64 / T::kPieceRows * T::kTokens + lane % 4 * 2)),
         full(sm90::uniform(sm90::shared_address(s.full))),
         empty(sm90::uniform(sm90::shared_address(s.empty))) {}
 
@@ -303,7 +311,7 @@ __device__ __forceinline__ void multiply(std::uint32_t m_side, std::uint32_t n_s
 template <class T, class Accumulator>
 __device__ __forceinline__ void start(const Addresses<T>& at, std::uint32_t stage, int c, Accumulator (&d)[T::kRegs],
                                       bool add) {
-  constexpr std::uint32_t kChunkStep = 128 * sm90::kSwizzleBytes >> 4;
+  constexpr std::uint32_t kChunkStep = T::kChunkRows * sm90::kSwizzleBytes >> 4;
   const std::uint32_t weights =
       at.weights + stage * (T::kWeightBytes >> 4) + static_cast<std::uint32_t>(c) * kChunkStep;
   const std::uint32_t tokens = at.tokens + stage * (T::kTokenBytes >> 4);
@@ -426,7 +434,6 @@ template <class T>
 __device__ void consume(const typename T::Params& p, const Shared& s, TileWalk walk) {
   using Accumulator = typename T::Operand::Accumulator;
   constexpr int kChunks = T::kChunks;
-  constexpr int kBlock = static_cast<int>(kScaleBlock);
   const int thread = static_cast<int>(threadIdx.x) - sm90::kWarpgroupThreads;
   // Every lane knows the same warpgroup and finds the same end of the walk, but only shuffles tell the compiler, and only a
   // __syncwarp() behind what single lanes do tells it that they are together again. Without them the descriptors live in
@@ -460,14 +467,14 @@ __device__ void consume(const typename T::Params& p, const Shared& s, TileWalk w
       turn = turn == 2 ? 0 : turn + 1;
     } else {
 #pragma unroll
-      for (int c = 0; c < kChunks; ++c) store<T>(p, acc[c], tile, columns, c * kBlock + warp_row, lane);
+      for (int c = 0; c < kChunks; ++c) store<T>(p, acc[c], tile, columns, c * T::kChunkRows + warp_row, lane);
     }
     __syncwarp();
   }
 }
 
 template <class T>
-__global__ void __launch_bounds__(kThreads, 1) grouped_gemm_wgmma(const __grid_constant__ typename T::Params p) {
+__global__ void __launch_bounds__(T::kThreads, 1) grouped_gemm_wgmma(const __grid_constant__ typename T::Params p) {
   extern __shared__ __align__(1024) std::byte memory[];
   const Shared s = carve<T>(memory, p);
   constexpr bool kScaled = T::kScaling == Scaling::kBlock;
@@ -477,7 +484,7 @@ __global__ void __launch_bounds__(kThreads, 1) grouped_gemm_wgmma(const __grid_c
     sm90::prefetch_map(&p.tokens);
     for (std::uint32_t i = 0; i < p.num_stages; ++i) {
       sm90::barrier_init(s.full + i, kScaled ? 1 + 32 : 1);
-      sm90::barrier_init(s.empty + i, kConsumerWarps);
+      sm90::barrier_init(s.empty + i, T::kConsumerWarps);
     }
     sm90::barrier_init_fence();
   }
@@ -486,7 +493,7 @@ __global__ void __launch_bounds__(kThreads, 1) grouped_gemm_wgmma(const __grid_c
   s.table.fill(p.groups, p.num_rows, T::kTokens, p.column_tiles);
   const TileWalk walk{s.table, T::kTokens, static_cast<std::int32_t>(blockIdx.x), static_cast<std::int32_t>(gridDim.x)};
   if (warp < 4) {
-    sm90::registers_shrink<56>();
+    sm90::registers_shrink<T::kProducerRegisters>();
     if (warp == 0) {
       produce_tiles<T>(p, s, walk);
     } else {
@@ -495,7 +502,7 @@ __global__ void __launch_bounds__(kThreads, 1) grouped_gemm_wgmma(const __grid_c
     }
   } else {
     cuda::follow_previous();
-    sm90::registers_grow<224>();
+    sm90::registers_grow<T::kConsumerRegisters>();
     consume<T>(p, s, walk);
   }
 }

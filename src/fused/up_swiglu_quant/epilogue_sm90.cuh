@@ -145,9 +145,8 @@ struct ActivateAndQuantise {
       rotate<T::kRegs>(gate, v);
       rotate<T::kRegs>(up, v);
     }
-    sm90::named_barrier<1>(grouped_gemm::wgmma::kConsumers * sm90::kWarpgroupThreads);
-    for (int i = m / 16 * 32 + lane; i < kTokens; i += grouped_gemm::wgmma::kConsumers * sm90::kWarpgroupThreads)
-      cleared[i] = 0.0f;
+    sm90::named_barrier<1>(T::kConsumers * sm90::kWarpgroupThreads);
+    for (int i = m / 16 * 32 + lane; i < kTokens; i += T::kConsumers * sm90::kWarpgroupThreads) cleared[i] = 0.0f;
 
 #pragma unroll 1
     for (int first = 0; first < kTokens && tile.row + first < tile.end; first += kTurnTokens) {
