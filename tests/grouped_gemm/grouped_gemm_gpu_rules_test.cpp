@@ -112,6 +112,35 @@ TEST(GroupedGemmGpuRules, ChosenTilesFit) {
   }
 }
 
+// DeepSeek-V3's two GEMMs, and its down GEMM cut over eight ranks, as docs/performance.md measured them.
+TEST(GroupedGemmGpuRules, FewRowsGetTheTilesThatWereFastest) {
+  const auto tile = [](std::int64_t rows, std::int64_t n, std::int64_t k, std::int64_t part_rows) {
+    GpuProblem p;
+    p.num_groups = 256;
+    p.num_rows = rows;
+    p.n = n;
+    p.k = k;
+    p.part_rows = part_rows;
+    p.block_scales = true;
+    return choose_tile(p);
+  };
+  const auto is = [](const GpuTile& t, std::int64_t tokens, std::int64_t weight_rows, unsigned threads) {
+    EXPECT_EQ(t.tokens, tokens) << t.to_string();
+    EXPECT_EQ(t.weight_rows, weight_rows) << t.to_string();
+    EXPECT_EQ(t.threads(), threads) << t.to_string();
+  };
+  is(tile(256, 4096, 7168, 2048), 8, 256, 640);    // up, a row an expert: four consumer warpgroups
+  is(tile(256, 7168, 2048, 7168), 8, 128, 384);    // down
+  is(tile(4096, 7168, 2048, 7168), 32, 256, 640);  // down, 16 rows an expert
+  is(tile(1024, 7168, 256, 7168), 16, 256, 640);   // down, two steps of K
+  is(tile(4096, 7168, 256, 7168), 32, 128, 384);
+  is(tile(16384, 4096, 7168, 2048), 96, 256, 384);  // too many sums for four
+  is(tile(65536, 4096, 7168, 2048), 128, 256, 384);
+  EXPECT_TRUE(tile(65536, 4096, 7168, 2048).tokens_on_m);
+  EXPECT_EQ(tile(65536, 4096, 7168, 2048).box_tokens(), 64);
+  EXPECT_EQ(tile(256, 4096, 7168, 2048).box_tokens(), 8);
+}
+
 TEST(GroupedGemmGpuRules, MoreRowsAnExpertNeverGetASmallerTile) {
   GpuProblem p;
   p.num_groups = 256;
