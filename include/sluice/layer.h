@@ -38,7 +38,9 @@ struct LayerOptions {
   // collective: every rank calls them, in the same order, also with T = 0. A rank that refuses its call tells the others,
   // who fail with kPeerFailure. Ranks must agree on all but their tokens, experts and threads; create compares.
   std::shared_ptr<Transport> transport = local_transport();
-  Placement placement;  // which rank holds which experts; empty: the balanced split
+  // Which rank holds which experts; empty: the balanced split. Of one rank slot i holds expert i. config.first_expert is 0 or
+  // the expert of this rank's first slot.
+  Placement placement;
   // Tokens of a call go in rounds, each of as many as fit this budget for what may arrive from all ranks, or of one. The
   // buffers and the rows of the worst routing count: P * S rows for each token of a round.
   std::int64_t round_bytes = std::int64_t{1} << 30;
@@ -48,6 +50,7 @@ struct LayerOptions {
   // (LoadOptions::tensor_shard), and gets the whole outputs. The partial sums are added in order of rank in fp32 and rounded
   // once: the same bits on every rank and in every run, within the bound of docs/numerics.md of those of one rank, not
   // equal to them. Null or one rank: I is whole. With `transport` beside it, the ranks form a grid of the two.
+  // forward_grouped and forward_masked are refused: their rows would be partial sums.
   std::shared_ptr<Transport> tensor_transport;
   bool shared_is_whole = false;  // every rank of the tensor group brings the whole shared expert: the first adds it
 };

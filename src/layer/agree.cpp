@@ -49,6 +49,11 @@ std::int64_t hash_weights(const LayerWeights& weights) {
   return hash.value();
 }
 
+// What has other bits than its neighbour in the table.
+std::int64_t hash_implementations(const FfnStages& stages) {
+  return (Hash() << stages.up.impl->name << stages.act.impl->name << stages.down.impl->name).value();
+}
+
 std::int64_t hash_placement(const Placement& placement) {
   Hash hash;
   for (const std::int32_t expert : placement.slot_expert) hash << std::to_string(expert);
@@ -64,7 +69,9 @@ std::vector<Field> common_fields(const Layer::State& s) {
           {"max_tokens", s.options.max_tokens},
           {"precision (number)", static_cast<std::int64_t>(s.options.precision)},
           {"the gate, activation and scale format (hash)", hash_rules(c)},
-          {"routed_only", s.options.routed_only ? 1 : 0}};
+          {"routed_only", s.options.routed_only ? 1 : 0},
+          {"the shared expert (1: there is one)", c.shared_intermediate > 0 ? 1 : 0},
+          {"the implementations of the experts' stages (hash)", hash_implementations(s.routed)}};
 }
 
 Status compare(Transport& transport, std::string_view group, const std::vector<Field>& fields, const Status& made) {

@@ -167,7 +167,7 @@ Status run_routed(const Layer::State& s, Call& call, const CallTensors& t) {
 Status run_together(const Layer::State& s, Call& call, const CallTensors& t, Status ready) {
   CallTensors mine = t;
   if (s.tensor != nullptr) {
-    ready = meet(s, ready.is_ok() ? t.x.shape[0] : 0, ready);
+    ready = meet(s, ready.is_ok() ? t.x.shape[0] : 0, t.out.dtype, ready);
     if (ready.is_ok()) mine.out = call.tensor.partial.slice(0, t.x.shape[0]);
   }
   if (!ready.is_ok()) return s.spread != nullptr ? decline_spread(s, ready) : ready;
@@ -291,6 +291,11 @@ Status check_rows(const Layer::State& s, std::string_view entry, const Rows& row
 // Packs the rows where they are not what the up GEMM reads, in dtype or in place, and runs the experts into out.
 Status run_grouped(const Layer::State& s, std::string_view entry, const Rows& rows, const RowGroups& groups,
                    const TensorView& out, const Ctx& ctx) {
+  if (s.tensor != nullptr) {
+    return {StatusCode::kUnsupported,
+            fmt::format("{}: I is cut over {} ranks, so these rows would be partial sums; forward adds them", entry,
+                        s.tensor->num_ranks)};
+  }
   Call call;
   SLUICE_TRY(begin(s, 0, rows.data.shape[0], ctx, call));
   FfnBuffers b = call.b.routed;

@@ -274,6 +274,35 @@ Status resolve_all(Layer::State& s) {
                  s.combine);
 }
 
+// A group of ranks far beyond any cluster: its tables would be all that is ever made.
+constexpr std::int64_t kMaxRanks = 65536;
+
+Status check_group(std::string_view name, const Transport& group) {
+  const std::int64_t ranks = group.num_ranks(), rank = group.rank();
+  if (ranks < 1 || ranks > kMaxRanks) {
+    return {StatusCode::kInvalidArgument,
+            fmt::format("options: {} has {} ranks, expected 1 to {}", name, ranks, kMaxRanks)};
+  }
+  if (rank >= 0 && rank < ranks) return Status::ok();
+  return {StatusCode::kInvalidArgument, fmt::format("options: {} is rank {} of {}", name, rank, ranks)};
+}
+
+// What every rank refuses alike, before any of them tells the others anything.
+Status check_groups(const LayerOptions& o) {
+  const auto refuse = [](std::string text) {
+    return Status(StatusCode::kInvalidArgument, "options: " + std::move(text));
+  };
+  if (o.transport == nullptr) return refuse("transport is null");
+  SLUICE_TRY(check_group("transport", *o.transport));
+  if (o.tensor_transport == nullptr) return Status::ok();
+  SLUICE_TRY(check_group("tensor_transport", *o.tensor_transport));
+  if (o.tensor_transport != o.transport || o.transport->num_ranks() == 1) return Status::ok();
+  return refuse(
+      fmt::format("transport and tensor_transport are one group of {} ranks; experts are spread over one group, "
+                  "I is cut over another",
+                  o.transport->num_ranks()));
+}
+
 // The threading library ends the process when it cannot start a thread, so absurd counts must not reach it.
 constexpr int kMaxThreads = 4096;
 
@@ -292,7 +321,7 @@ Status check_options(const LayerOptions& o) {
   if (o.machine.num_threads < 1 || o.machine.num_threads > kMaxThreads) {
     return refuse(fmt::format("machine.num_threads = {} is not between 1 and {}", o.machine.num_threads, kMaxThreads));
   }
-  if (o.transport == nullptr) return refuse("transport is null");
+  SLUICE_TRY(check_groups(o));
   if (o.machine.device.kind == DeviceKind::kCuda) {
     if (o.checked) {
       return refuse(fmt::format(
@@ -328,13 +357,16 @@ Layer::State::~State() = default;
 
 Result<Layer> Layer::create(const MoeConfig& config, LayerWeights weights, const LayerOptions& options) {
   Result<Layer> made = make(config, std::move(weights), options);
-  if (options.plan_only) return made;
-  // Over several ranks creation is collective, also where it failed. Who fails in the first group tells the second.
+  if (options.plan_only || !check_groups(options).is_ok()) return made;
+  // Over several ranks creation is collective, also where it failed. Who fails in the first group tells the second; in a grid,
+  // who fails in the second tells the first.
   Status agreed = made.status();
   const State* const state = made.is_ok() ? made->state_.get() : nullptr;
-  if (options.tensor_transport != nullptr && options.tensor_transport->num_ranks() > 1)
-    agreed = agree_tensor(options, state, agreed);
-  if (options.transport != nullptr && options.transport->num_ranks() > 1) agreed = agree_spread(options, state, agreed);
+  const bool is_cut = options.tensor_transport != nullptr && options.tensor_transport->num_ranks() > 1;
+  const bool is_spread = options.transport->num_ranks() > 1;
+  if (is_cut) agreed = agree_tensor(options, state, agreed);
+  if (is_spread) agreed = agree_spread(options, state, agreed);
+  if (is_cut && is_spread) agreed = agree_tensor(options, state, agreed);
   if (!agreed.is_ok()) return agreed;
   return made;
 }

@@ -37,26 +37,40 @@ constexpr PlanNames kArrivedNames{"exchange.plan.offset[L+1]", "exchange.plan.ro
 Status plan_spread(Layer::State& state) {
   const LayerOptions& o = state.options;
   const std::int64_t num_ranks = o.transport->num_ranks();
-  if (num_ranks == 1) return Status::ok();
   const auto refuse = [](std::string text) {
     return Status(StatusCode::kInvalidArgument, "options: " + std::move(text));
   };
+  const std::int64_t rank = o.transport->rank();
+  const bool is_placed = !o.placement.slot_expert.empty();
+  if (is_placed && (o.placement.num_ranks() != num_ranks || o.placement.num_experts != state.config.num_experts)) {
+    return refuse(fmt::format("placement is of {} experts over {} ranks, the layer has {} over {}",
+                              o.placement.num_experts, o.placement.num_ranks(), state.config.num_experts, num_ranks));
+  }
+  if (is_placed) SLUICE_TRY(validate(o.placement).with_context("options"));
+  if (num_ranks == 1) {
+    // Nothing is exchanged, and nobody looks a slot up.
+    for (std::size_t slot = 0; slot < o.placement.slot_expert.size(); ++slot) {
+      if (o.placement.slot_expert[slot] == static_cast<std::int64_t>(slot)) continue;
+      return refuse(fmt::format("placement: slot {} holds expert {}, of one rank it holds expert {}", slot,
+                                o.placement.slot_expert[slot], slot));
+    }
+    return Status::ok();
+  }
   if (o.machine.device.kind != DeviceKind::kCpu) {
     return {StatusCode::kUnsupported,
             fmt::format("options: transport {} over {} ranks moves host memory, the layer is on GPU {}",
                         o.transport->name(), num_ranks, o.machine.device.index)};
   }
-  const std::int64_t rank = o.transport->rank();
-  const Placement placement =
-      o.placement.slot_expert.empty() ? balanced_placement(state.config.num_experts, num_ranks) : o.placement;
-  SLUICE_TRY(validate(placement).with_context("options"));
-  if (placement.num_ranks() != num_ranks || placement.num_experts != state.config.num_experts) {
-    return refuse(fmt::format("placement is of {} experts over {} ranks, the layer has {} over {}",
-                              placement.num_experts, placement.num_ranks(), state.config.num_experts, num_ranks));
-  }
+  const Placement placement = is_placed ? o.placement : balanced_placement(state.config.num_experts, num_ranks);
   if (placement.num_local(rank) != num_local(state.config)) {
     return refuse(fmt::format("rank {} of {} has {} experts by the placement, the weights hold {}", rank, num_ranks,
                               placement.num_local(rank), num_local(state.config)));
+  }
+  // 0 says nothing: a placement's slots need not be a range of experts.
+  const std::span<const std::int32_t> experts = placement.experts_of(rank);
+  if (const std::int64_t first = state.config.first_expert; first != 0 && !experts.empty() && experts[0] != first) {
+    return refuse(fmt::format("config.first_expert = {}, by the placement the experts of rank {} of {} begin with {}",
+                              first, rank, num_ranks, experts[0]));
   }
   state.spread = std::make_unique<Spread>();
   Spread& spread = *state.spread;

@@ -63,11 +63,11 @@ Status book_tensor(Layer::State& state) {
   return Status::ok();
 }
 
-Status meet(const Layer::State& state, std::int64_t num_tokens, const Status& ready) {
+Status meet(const Layer::State& state, std::int64_t num_tokens, DType out, const Status& ready) {
   Transport& transport = *state.options.tensor_transport;
   const std::int64_t num_ranks = transport.num_ranks();
-  constexpr std::size_t kWidth = 2;
-  const std::array<std::int64_t, kWidth> mine{num_tokens, ready.is_ok() ? 0 : 1};
+  constexpr std::size_t kWidth = 3;
+  const std::array<std::int64_t, kWidth> mine{num_tokens, ready.is_ok() ? 0 : 1, static_cast<std::int64_t>(out)};
   std::array<std::int64_t, kWidth * kMaxTensorRanks> told{}, heard{};
   const std::size_t count = kWidth * static_cast<std::size_t>(num_ranks);
   SLUICE_TRY(
@@ -83,6 +83,11 @@ Status meet(const Layer::State& state, std::int64_t num_tokens, const Status& re
               fmt::format("forward: rank {} of the tensor group brings T = {} tokens, rank {} brings {}; all bring the "
                           "same",
                           q, theirs, transport.rank(), num_tokens)};
+    }
+    if (const auto theirs = static_cast<DType>(heard[static_cast<std::size_t>(q) * kWidth + 2]); theirs != out) {
+      return {StatusCode::kPeerFailure,
+              fmt::format("forward: rank {} of the tensor group wants out in {}, rank {} in {}; all want the same", q,
+                          to_string(theirs), transport.rank(), to_string(out))};
     }
   }
   return Status::ok();

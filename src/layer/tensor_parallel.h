@@ -30,7 +30,7 @@ TensorBuffers lay_out_tensor(const Layer::State& state, Arena& arena);
 Status book_tensor(Layer::State& state);
 
 // Before a call: whether every rank brings the same number of tokens and can run. Collective.
-Status meet(const Layer::State& state, std::int64_t num_tokens, const Status& ready);
+Status meet(const Layer::State& state, std::int64_t num_tokens, DType out, const Status& ready);
 // After it: the sum over ranks of b.partial, rounded once, into out [T,H] of every rank. Collective.
 Status add_partials(const Layer::State& state, const TensorBuffers& b, const TensorView& out, const Ctx& ctx);
 
