@@ -90,7 +90,9 @@ TEST(SpreadRefusals, RanksRunTheSameImplementations) {
   ThreadRanks ranks(2, std::chrono::milliseconds(5000));
   ranks.run([&](std::int64_t rank, std::shared_ptr<Transport> transport) {
     LayerOptions o = options_of(std::move(transport));
-    if (rank == 1) EXPECT_TRUE(force("grouped_gemm:reference", o.selection).is_ok());
+    if (rank == 1) {
+      EXPECT_TRUE(force("grouped_gemm:reference", o.selection).is_ok());
+    }
     EXPECT_THAT(refusal(part_of(whole, placement, rank), o), HasSubstr("implementations of the experts' stages"));
   });
 }
