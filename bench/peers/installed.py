@@ -7,7 +7,6 @@ against a plain computation first. Prints JSON lines; a package that is not ther
                  start no new case after N seconds; also write the layers as `sluice bench --grid --peers FILE` reads them
 """
 
-import argparse
 import importlib
 import json
 import time
@@ -20,7 +19,7 @@ import routes
 
 printed = []
 GATE_TOKENS = (1, 32, 128, 512, 2048, 8192)
-EXPERTS, GROUPS, TOPK_GROUPS, TOP_K, FACTOR = 256, 8, 4, 8, 2.5  # DeepSeek-V3's gate
+EXPERTS, GROUPS, TOPK_GROUPS, TOP_K = 256, 8, 4, 8  # DeepSeek-V3's gate
 WORST_ROW = 0.05  # |out - want| / |want| of a layer whose rows are e4m3 twice: 3 % for each
 
 
@@ -145,11 +144,7 @@ def time_layer(flashinfer, row):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--seconds", type=float, default=3600)
-    parser.add_argument("--peers", default="")
-    parser.add_argument("shape", nargs="?", default="")
-    options = parser.parse_args()
+    options = peers_file.peer_options(__doc__)
     begin = time.monotonic()
 
     def in_time():

@@ -16,6 +16,15 @@ import pathlib
 import sys
 
 
+def peer_options(doc):
+    """What the command line of a peer that writes such a file says: seconds, peers (the file) and a part of a shape's name."""
+    parser = argparse.ArgumentParser(description=doc.split("\n\n")[0])
+    parser.add_argument("--seconds", type=float, default=3600)
+    parser.add_argument("--peers", default="")
+    parser.add_argument("shape", nargs="?", default="")
+    return parser.parse_args()
+
+
 def json_lines(text):
     """The JSON objects among the lines of a program's output."""
     found = []

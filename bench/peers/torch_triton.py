@@ -7,7 +7,6 @@ shape says so in its line.
                     start no new case after N seconds; also write the figures as `sluice bench --grid --peers FILE` reads them
 """
 
-import argparse
 import json
 import time
 
@@ -167,11 +166,7 @@ def run_fp8(row, name, n, k, all_offsets):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--seconds", type=float, default=3600)
-    parser.add_argument("--peers", default="")
-    parser.add_argument("shape", nargs="?", default="")
-    options = parser.parse_args()
+    options = peers_file.peer_options(__doc__)
     begin = time.monotonic()
     print(json.dumps({"bench": "routes", "impl": "torch", "digest": routes.route_digest(),
                       "version": f"torch {torch.__version__}, triton {triton.__version__}"}), flush=True)
